@@ -23,10 +23,10 @@ from benchmarks.measure import Summary, alternate
 from benchmarks.peers import connect_all
 from benchmarks.record import OURS
 from benchmarks.session import say, session
-from collectives import connect
 from collectives.base.config import NETWORKS, Config
 from collectives.base.reduce_op import Op
-from collectives.worlds import World
+from collectives.worlds import connect
+from collectives.worlds.world import World
 
 SIZES = "4,64K,1M,4M,16M,64M"
 PEERS = ("mpi", "gloo", "sockets")

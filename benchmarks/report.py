@@ -18,7 +18,7 @@ from benchmarks.cli import Settings
 from benchmarks.collective import Collective
 from benchmarks.record import Record
 from benchmarks.room import read
-from collectives.summary import mpi_version
+from collectives.worlds.summary import mpi_version
 
 _PACKAGES = ("numpy", "mpi4py", "numkong", "ml_dtypes", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax")
 

@@ -24,8 +24,8 @@ from benchmarks.models import MODELS
 from benchmarks.ranks import Ranks
 from benchmarks.session import say, session
 from collectives.base.config import ALGORITHMS, Config
-from collectives.transport import mpi
-from collectives.worlds import World
+from collectives.transport.mpi import mpi_groups
+from collectives.worlds.world import World
 
 TUNED, DEFAULTS, START = "tuned", "defaults", "start"
 
@@ -86,7 +86,7 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
         )
         steps = {}
         for name, config in ((TUNED, tuned), (DEFAULTS, defaults), (START, start)):
-            world = World(mpi.connect(ranks.comm, config), config)
+            world = World(mpi_groups.connect(ranks.comm, config), config)
             stack.callback(world.shutdown)
             if name == TUNED:
                 world.tune(fusion_threshold=given.threshold, algorithm=given.algorithm)

@@ -18,9 +18,9 @@ if typing.TYPE_CHECKING:
     # mypy and editors take these names for the package's own.
     from collectives.api import poll as poll
     from collectives.api import synchronize as synchronize
-    from collectives.capabilities import *  # noqa: F403
     from collectives.public import *  # noqa: F403
-    from collectives.runtime import is_homogeneous as is_homogeneous
+    from collectives.worlds.capabilities import *  # noqa: F403
+    from collectives.worlds.runtime import is_homogeneous as is_homogeneous
 else:
     # NumPy and the engine take a tenth of a second or two, and the launcher needs neither.
     def __getattr__(name: str) -> object:

@@ -26,10 +26,10 @@ from collectives.base.options import (
 )
 from collectives.base.reduce_op import Op
 from collectives.engine.handles import Handle
-from collectives.persistent import PersistentOperation
-from collectives.process_sets import ProcessSet
-from collectives.runtime import default, root_in, world, world_of
-from collectives.worlds import World
+from collectives.worlds.persistent import PersistentOperation
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import default, root_in, world, world_of
+from collectives.worlds.world import World
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from collectives.base.options import IreceiveOptions, MessageOptions, NewTensorOptions, ReceiveOptions, spelled_out
 from collectives.engine.handles import Handle
 from collectives.engine.messages.transfers import MessageHandle, Status
-from collectives.runtime import default, peer_in, world, world_of
-from collectives.worlds import World
+from collectives.worlds.runtime import default, peer_in, world, world_of
+from collectives.worlds.world import World
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -70,15 +70,16 @@ from collectives.base.errors import (
     RankFailedError,
     TransportError,
 )
-from collectives.capabilities import *  # noqa: F403
 from collectives.engine.handles import Handle
 from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG
 from collectives.engine.messages.transfers import Status
-from collectives.memory import empty, empty_like, is_mapped, zeros
-from collectives.persistent import PersistentOperation
 from collectives.point_to_point import irecv, isend, recv, send, sendrecv
-from collectives.process_sets import ProcessSet
-from collectives.runtime import (
+from collectives.tensors.compression import Compression
+from collectives.worlds.capabilities import *  # noqa: F403
+from collectives.worlds.memory import empty, empty_like, is_mapped, zeros
+from collectives.worlds.persistent import PersistentOperation
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import (
     add_process_set,
     cross_rank,
     cross_size,
@@ -97,8 +98,7 @@ from collectives.runtime import (
     stop_timeline,
     world,
 )
-from collectives.start import run
-from collectives.tensors.compression import Compression
+from collectives.worlds.start import run
 
 __all__ = [
     "ANY_SOURCE",

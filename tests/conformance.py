@@ -16,8 +16,8 @@ import pytest
 from collectives.base.errors import RankFailedError
 from collectives.tensors.arena import MAPPED, arena
 from collectives.transport.base import WINDOW_BYTES
-from collectives.transport.board import max_words
 from collectives.transport.group import Group
+from collectives.transport.host.board import max_words
 
 _BYTE = np.dtype(np.uint8)
 _MORE_THAN_A_PIECE = 65 << 20

@@ -39,9 +39,9 @@ from collectives.base.reduce_op import Op
 from collectives.device.protocol import active
 from collectives.engine import adasum
 from collectives.tensors.compression import Compression
-from collectives.transport import threads
 from collectives.transport.group import Group
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests import programs
 from tests.emulated_array import EmulatedArray
 from tests.emulated_cuda import EmulatedDevice
@@ -217,7 +217,7 @@ def carry_out(program: Program, setting: Setting) -> None:
                 world.shutdown()
 
         try:
-            threads.run(program.size, rank, hosts=setting.hosts, timeout=PATIENCE, make_world=make_world)
+            thread_groups.run(program.size, rank, hosts=setting.hosts, timeout=PATIENCE, make_world=make_world)
             for number in sorted(set(setting.gpus)):
                 check(provider.device(number))
         except BaseException as error:

@@ -24,7 +24,7 @@ import numpy as np
 from collectives.base import dtypes
 from collectives.base.errors import CollectiveTimeoutError, InvalidTypeError, TransportError
 from collectives.base.reduce_op import Op
-from collectives.transport import nccl_elements
+from collectives.transport.cuda import nccl_elements
 
 _STALL = 3.0
 
@@ -79,7 +79,7 @@ class Operation:
 
 
 class EmulatedNccl:
-    """A `transport.nccl.Library` for ranks that are threads.
+    """A `transport.cuda.nccl.Library` for ranks that are threads.
 
     Args:
         size: the largest number of ranks of a communicator.
@@ -224,7 +224,7 @@ class _Clique:
 
 
 class EmulatedCommunicator:
-    """A `transport.nccl.Communicator`."""
+    """A `transport.cuda.nccl.Communicator`."""
 
     def __init__(self, rank: int, size: int, clique: _Clique, device: Streams, groups: _Groups) -> None:
         self.rank = rank

@@ -16,9 +16,10 @@ from typing import Any
 
 from collectives.base.config import Config
 from collectives.device import selection
-from collectives.transport import nccl, threads
+from collectives.transport.cuda import nccl
 from collectives.transport.group import Group
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests.emulated_cuda import EmulatedDevice, EmulatedProvider
 from tests.emulated_nccl import EmulatedNccl
 from tests.gpu_makers import EmulatedMaker
@@ -71,7 +72,7 @@ def on_threads(
             world.shutdown()
         return result
 
-    results = threads.run(size, body, hosts=hosts, timeout=2 * PATIENCE, make_world=make_world)
+    results = thread_groups.run(size, body, hosts=hosts, timeout=2 * PATIENCE, make_world=make_world)
     for number in range(provider.count()):
         check(provider.device(number))
     return results

@@ -17,7 +17,7 @@ import pytest
 
 from collectives.base.errors import CollectivesError, CollectiveTimeoutError, InvalidArgumentError, MismatchError
 from collectives.base.reduce_op import Op
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests.scenarios import DTYPES, assert_close, expected, ops_for, sample
 
 PATIENCE = 60.0

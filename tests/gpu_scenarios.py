@@ -17,7 +17,7 @@ from collectives.base.config import ALGORITHMS
 from collectives.base.errors import InvalidArgumentError, MismatchError, TransportError
 from collectives.base.reduce_op import Op
 from collectives.tensors.compression import Compression
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests.gpu_makers import Array, Maker
 from tests.scenarios import assert_close, expected, ops_for, sample
 

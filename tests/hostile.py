@@ -34,10 +34,10 @@ import psutil
 
 from collectives.base.config import Config
 from collectives.base.reduce_op import Op
-from collectives.transport.authentication import KEY_BYTES
-from collectives.transport.listener import dial
-from collectives.transport.service import Service
-from collectives.worlds import World
+from collectives.transport.tcp.authentication import KEY_BYTES
+from collectives.transport.tcp.listener import dial
+from collectives.transport.tcp.service import Service
+from collectives.worlds.world import World
 from tests import processes
 
 Address = tuple[str, int]

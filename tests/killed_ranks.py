@@ -22,7 +22,7 @@ from collectives.base.config import Config
 from collectives.base.errors import RankFailedError
 from collectives.base.reduce_op import Op
 from collectives.tensors.arena import arena
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests import processes
 
 BOUND = 5.0

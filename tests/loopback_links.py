@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
-from collectives.transport.authentication import Connection, Seal
-from collectives.transport.notices import Notice
-from collectives.transport.tcp_channel import TcpChannel
+from collectives.transport.tcp.authentication import Connection, Seal
+from collectives.transport.tcp.notices import Notice
+from collectives.transport.tcp.tcp_channel import TcpChannel
 
 
 class LoopbackLinks:
-    """One rank's end; as `collectives.transport.mesh.Links`, but a connection is made by the first to want it."""
+    """One rank's end; as `collectives.transport.tcp.mesh.Links`, but a connection is made by the first to want it."""
 
     def __init__(self, rank: int, size: int, made: dict[Any, Connection], lock: threading.Lock) -> None:
         self.rank, self.size = rank, size

@@ -24,9 +24,9 @@ from random import Random
 from typing import Any
 
 import collectives
-from collectives import runtime
 from collectives.base.errors import RankFailedError
 from collectives.transport import backoff
+from collectives.worlds import runtime
 from tests.clusters import Cluster, cluster
 from tests.killed_ranks import OPERATIONS, calls
 from tests.mpirun import ROOT, python_for, rank_environment

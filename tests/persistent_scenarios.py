@@ -15,10 +15,10 @@ import pytest
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.base.reduce_op import Op
-from collectives.persistent import BoundOperation, PersistentOperation
 from collectives.tensors.arena import arena
 from collectives.tensors.compression import Compression
-from collectives.worlds import World
+from collectives.worlds.persistent import BoundOperation, PersistentOperation
+from collectives.worlds.world import World
 from tests.engine_scenarios import works
 from tests.scenarios import DTYPES, assert_close, choices, expected, ops_for, sample
 

@@ -19,7 +19,7 @@ from collectives.base.dtypes import SUPPORTED
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG
 from collectives.engine.messages.transfers import Status
-from collectives.worlds import World
+from collectives.worlds.world import World
 
 COUNTS = (0, 1, 1000, 5000, 70_000, 700_000)
 """Elements of four bytes."""

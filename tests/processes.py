@@ -4,7 +4,7 @@ is killed.
     run(3, program)                     # program(world) on three processes; raises what the first of them raised
     run(3, program, connect=by_tcp)     # the same, connected by TCP
 
-They share memory as ranks under mpirun do (`collectives.transport.shared_memory`). What MPI carries at set-up goes
+They share memory as ranks under mpirun do (`collectives.transport.host.shared_memory`). What MPI carries at set-up goes
 through a pair of sockets for every two ranks. Connected `by_pipes` they have no messages; connected `by_tcp` they have
 all that ranks have that no MPI has started, except for a rendezvous.
 """
@@ -30,11 +30,11 @@ from typing import Any
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError, in_words
-from collectives.transport import shared_memory
-from collectives.transport.authentication import make_key
-from collectives.transport.board_control import BoardControl
 from collectives.transport.group import Group
-from collectives.worlds import World
+from collectives.transport.host import shared_memory
+from collectives.transport.host.board_control import BoardControl
+from collectives.transport.tcp.authentication import make_key
+from collectives.worlds.world import World
 
 KEY = make_key()
 """Of the jobs whose ranks are connected by TCP."""
@@ -117,24 +117,25 @@ def by_pipes(rank: int, size: int, links: Links, config: Config) -> Group:
 
 def by_tcp(rank: int, size: int, links: Links, config: Config) -> Group:
     """Ranks connected by TCP over loopback; ``config.local_size`` divides them into hosts."""
-    from collectives.transport import tcp
+    from collectives.transport.tcp import tcp_groups
 
     def exchange(value: Any) -> list[Any]:
         return links.exchange(rank, range(size), ("tcp",), value, lambda: None)
 
-    return tcp.connect(exchange, rank, KEY, config)
+    return tcp_groups.connect(exchange, rank, KEY, config)
 
 
 def by_rendezvous(rank: int, size: int, links: Links, config: Config) -> Group:
     """Ranks that meet where ``config.rendezvous`` says, as processes do that a user has started."""
-    from collectives.transport import rendezvous, tcp
+    from collectives.transport.stores import rendezvous
+    from collectives.transport.tcp import tcp_groups
 
     environment = {"COLLECTIVES_RANK": str(rank), "COLLECTIVES_SIZE": str(size), "COLLECTIVES_KEY": KEY.hex()}
     place = rendezvous.find(environment, config)
     assert place is not None
     try:
         exchange = rendezvous.exchange_of(place, config)
-        return tcp.connect(exchange, rank, place.key, config, exchange.look_for_failures)
+        return tcp_groups.connect(exchange, rank, place.key, config, exchange.look_for_failures)
     finally:
         place.close()
 

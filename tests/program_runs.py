@@ -25,8 +25,8 @@ from typing import Any
 
 from collectives.base.config import TRANSPORTS, Config
 from collectives.base.errors import in_words
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests import processes
 from tests.mpirun import IMPLEMENTATIONS, run_ranks
 from tests.programs import SETS, Menu, draw, make_sets, run
@@ -54,7 +54,7 @@ def run_on_threads(seed: int, size: int) -> None:
     """One program; every third on several hosts, or without direct reads, or of blocking calls."""
     random = Random(f"setting {seed}")
     drawn = random.random()
-    threads.run(
+    thread_groups.run(
         size,
         lambda world: run(world, draw(seed, size, Menu(asynchronous=0.0 if drawn > 0.9 else 0.8))),
         hosts=random.choice(HOSTS[size]) if drawn < 0.2 else None,
@@ -89,14 +89,14 @@ def run_under_mpi(first: int, count: int, seconds: float, forks: bool, deadline:
     """This rank's part in programs under mpirun: a world for every `_BATCH` of them."""
     from mpi4py import MPI
 
-    from collectives.transport import mpi
+    from collectives.transport.mpi import mpi_groups
 
     comm = MPI.COMM_WORLD
     for start in range(first, first + count, _BATCH):
         if comm.bcast(time.monotonic() > deadline):
             break
         config = Config(timeout=30, **Random(f"setting {start // _BATCH}").choice(_SETTINGS))
-        world = World(mpi.connect(comm, config), config)
+        world = World(mpi_groups.connect(comm, config), config)
         sets = make_sets(world, SETS[comm.size])
         for seed in range(start, min(start + _BATCH, first + count)):
             if comm.rank == 0:

@@ -43,7 +43,7 @@ from collectives.base.errors import (
 )
 from collectives.base.reduce_op import Op
 from collectives.schedules import registry
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests.places import MEMORIES, Laid, Places
 from tests.scenarios import DTYPES, assert_close, expected, sample
 

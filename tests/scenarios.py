@@ -25,7 +25,7 @@ from collectives.base.errors import (
 )
 from collectives.base.reduce_op import Op
 from collectives.schedules.registry import on_host as algorithms
-from collectives.worlds import World
+from collectives.worlds.world import World
 
 DTYPES = [
     np.dtype(t)

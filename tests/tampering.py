@@ -32,12 +32,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import collectives
-from collectives import runtime
 from collectives.base.config import Config
 from collectives.base.reduce_op import Op
-from collectives.transport import listener, mesh, store
 from collectives.transport.group import Group
-from collectives.worlds import World
+from collectives.transport.stores import store
+from collectives.transport.tcp import listener, mesh
+from collectives.worlds import runtime
+from collectives.worlds.world import World
 from tests import processes
 from tests.hostile import GREETED, Bomb, receive
 
@@ -257,12 +258,12 @@ def judge(name: str, borne: bool, texts: Sequence[str], folder: Path) -> str:
 
 def through_store(folder: Path, store_of: Callable[[], Any], rank: int, size: int, links: Any, config: Config) -> Group:
     """Ranks that meet at a store that is abused; as `processes.Connect`."""
-    from collectives.transport import tcp
-    from collectives.transport.store_exchange import StoreExchange
+    from collectives.transport.stores.store_exchange import StoreExchange
+    from collectives.transport.tcp import tcp_groups
 
     abused = AbusedStore(store_of(), partial(relayed, folder))
     exchange = StoreExchange(abused, rank, size, config.timeout, "an abused store", processes.KEY)
-    return tcp.connect(exchange, rank, processes.KEY, config, exchange.look_for_failures)
+    return tcp_groups.connect(exchange, rank, processes.KEY, config, exchange.look_for_failures)
 
 
 def on_path(attack: Attack, folder: Path, rank: int, size: int, links: Any, config: Config) -> Group:

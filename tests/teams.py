@@ -18,7 +18,7 @@ from typing import Any
 
 from collectives.base.config import Config
 from collectives.transport.group import Group
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests import processes
 
 

@@ -41,11 +41,12 @@ def test_an_init_that_fails_under_mpi_leaves_nothing_behind(env: dict[str, str])
 import contextlib
 import os
 import collectives as hvd
-from collectives.transport import mpi, shared_memory
+from collectives.transport.mpi import mpi_groups
+from collectives.transport.host import shared_memory
 from mpi4py import MPI
 from tests.failed_worlds import check, footprint
 
-wiring, interrupts = mpi.MpiWiring, None
+wiring, interrupts = mpi_groups.MpiWiring, None
 
 def interrupted(place, function):
     def instead(*arguments):

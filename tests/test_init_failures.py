@@ -18,7 +18,8 @@ PROGRAM = """
 import os, sys
 
 import collectives as hvd
-from collectives.transport import heart, mesh, signed_store
+from collectives.transport.tcp import heart, mesh
+from collectives.transport.stores import signed_store
 
 def die(*arguments, **keywords):
     os.kill(os.getpid(), 9)

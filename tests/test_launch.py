@@ -1,8 +1,8 @@
 """Real jobs, with Open MPI and MPICH: however a rank fails, all end, its traceback comes last, and its exit code is
 returned.
 
-The ranks use mpi4py and ``collectives.failures`` only, but those on several hosts. The harness bounds every job and
-finds what is left behind.
+The ranks use mpi4py and ``collectives.worlds.failures`` only, but those on several hosts. The harness bounds every job
+and finds what is left behind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONNECTED = """
 import os, signal, sys
 from pathlib import Path
 from mpi4py import MPI
-from collectives import failures
+from collectives.worlds import failures
 world = MPI.COMM_WORLD
 shared = {line.split()[5] for line in open("/proc/self/maps") if "/dev/shm/" in line and "deleted" not in line}
 Path(__file__).with_name(f"shared-{world.rank}").write_text("\\n".join(shared))
@@ -142,7 +142,7 @@ def test_a_forked_childs_exit_touches_nothing(mpi: str) -> None:
     program = """
 import os, sys
 from mpi4py import MPI
-from collectives import failures
+from collectives.worlds import failures
 world = MPI.COMM_WORLD
 failures.install(world.rank, world.Abort, lambda text: None)
 for end, expected in (("pass", 0), ("sys.exit(4)", 4), ("raise ValueError('in the child')", 1)):

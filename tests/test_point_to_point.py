@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from collectives import memory
 from collectives.base.config import Config
 from collectives.base.errors import ForkedProcessError, RankFailedError
 from collectives.engine import timeline
 from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG
-from collectives.transport.memory_endpoint import MemoryEndpoint
-from collectives.worlds import World
+from collectives.transport.host.memory_endpoint import MemoryEndpoint
+from collectives.worlds import memory
+from collectives.worlds.world import World
 from tests import processes
 from tests.point_to_point_scenarios import LARGE, SCENARIOS, Program, programs, run_program, values
 

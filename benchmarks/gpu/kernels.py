@@ -118,8 +118,8 @@ def launches(cupy: Any) -> list[float]:
     import threading
 
     from collectives.base.reduce_op import Op
-    from collectives.transport import threads
-    from collectives.worlds import World
+    from collectives.transport.threads import thread_groups
+    from collectives.worlds.world import World
 
     device_class = importlib.import_module("collectives.device.cupy_device").CupyDevice
     launch, lock, counted = device_class.launch, threading.Lock(), [0]
@@ -149,7 +149,7 @@ def launches(cupy: Any) -> list[float]:
 
     device_class.launch = counting
     try:
-        found: list[float] = threads.run(2, rank, timeout=20, make_world=World)[0]
+        found: list[float] = thread_groups.run(2, rank, timeout=20, make_world=World)[0]
     finally:
         device_class.launch = launch
     return found

@@ -19,8 +19,8 @@ from benchmarks.device import Cuda
 from benchmarks.gpu.figures import Figure, attempt, publish, skip
 from benchmarks.measure import Summary, alternate, bandwidth
 from collectives.device.diagnosis import why_not
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 _SIZES = (64 << 20, 256 << 20, 1 << 30)
 _RANKS = 2
@@ -59,7 +59,9 @@ def main() -> None:
         skip(problem)
     ranks = ThreadRanks(_RANKS)
     publish(
-        threads.run(_RANKS, lambda world: measure(world, ranks.of(world.rank)), timeout=_PATIENCE, make_world=World)[0]
+        thread_groups.run(
+            _RANKS, lambda world: measure(world, ranks.of(world.rank)), timeout=_PATIENCE, make_world=World
+        )[0]
     )
 
 

@@ -29,8 +29,8 @@ from collectives.device.protocol import Array, Device, active
 from collectives.engine.context import Context
 from collectives.engine.request_cache import CachedRequest
 from collectives.transport import backoff
-from collectives.transport.issue_order import Turn
-from collectives.transport.watchdog import Watch
+from collectives.transport.cuda.issue_order import Turn
+from collectives.transport.cuda.watchdog import Watch
 
 _SPINS = 200
 _NAP = 20e-6
@@ -195,7 +195,7 @@ class Accelerator:
 
     def take_turn(self) -> None:
         """Wait until no other world of these ranks has NCCL work under way, and keep them from issuing any until this
-        world's is done: see `collectives.transport.issue_order`. Collective."""
+        world's is done: see `collectives.transport.cuda.issue_order`. Collective."""
         if not self._turn.needed:
             return
         for rank in range(self.context.size):

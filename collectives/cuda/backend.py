@@ -13,7 +13,7 @@ from collectives.cuda.handles import DeviceHandles
 from collectives.cuda.request_cache import DeviceRequestCache
 from collectives.cuda.tasks import DeviceBucket, DeviceOne, DeviceRows, DeviceTask
 from collectives.engine.context import Context
-from collectives.transport.issue_order import Turn
+from collectives.transport.cuda.issue_order import Turn
 
 _ALONE_FROM = 16 << 20
 """Bytes from which a tensor is reduced where it lies: packing it moves four more bytes for each of its own, which

@@ -17,7 +17,7 @@ from collectives.plan.planner import Placement, medium_between
 from collectives.plan.program import Layout, Medium
 from collectives.schedules.algorithm import Algorithm
 from collectives.schedules.schedule import Schedule
-from collectives.transport.cuda_ipc import WORDS
+from collectives.transport.cuda.cuda_ipc import WORDS
 
 _ALIGN = 256
 """Bytes: blocks begin at multiples of it."""

@@ -23,10 +23,10 @@ from collectives.cuda.transfer import DeviceBuffers
 from collectives.device import selection
 from collectives.device.protocol import Device
 from collectives.engine.context import Context
-from collectives.transport import nccl
-from collectives.transport.cuda_ipc import Card, IpcMemory
-from collectives.transport.issue_order import Turn
-from collectives.transport.nccl import Communicator
+from collectives.transport.cuda import nccl
+from collectives.transport.cuda.cuda_ipc import Card, IpcMemory
+from collectives.transport.cuda.issue_order import Turn
+from collectives.transport.cuda.nccl import Communicator
 
 _CONNECT_WITHIN = 120.0
 """Seconds for NCCL to connect ranks that are all present; beyond, another transport is used."""

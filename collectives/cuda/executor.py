@@ -3,9 +3,9 @@
     stream     wait for the peers' event 0 | launches of stage 0 | record event 1 | wait for a peer's event 1  | ...
     thread     all ranks have met          |                     | progress + 1   | a peer's progress reached  | ...
 
-The thread waits only for the peers' threads. The streams wait for the peers' events (`transport.cuda_ipc`), which tell
-when the GPUs have done what the threads have issued. Two rows of events alternate from one run to the next: while one
-row is being recorded again, a slow peer may still be about to wait for the other, but never for the one before it,
+The thread waits only for the peers' threads. The streams wait for the peers' events (`transport.cuda.cuda_ipc`), which
+tell when the GPUs have done what the threads have issued. Two rows of events alternate from one run to the next: while
+one row is being recorded again, a slow peer may still be about to wait for the other, but never for the one before it,
 because all ranks meet between two runs.
 
 Plans of messages alone run the reductions of one segment on a second stream while the next segment travels.
@@ -23,8 +23,8 @@ from collectives.base.errors import TransportError
 from collectives.cuda.launches import DevicePlan, Stage
 from collectives.device.protocol import Array, Device
 from collectives.plan.fast_paths import ExecutorState
-from collectives.transport.board import Board
-from collectives.transport.cuda_ipc import IpcMemory
+from collectives.transport.cuda.cuda_ipc import IpcMemory
+from collectives.transport.host.board import Board
 
 _MOST_CAPTURES = 256
 _ABANDON_WITHIN = 5.0

@@ -13,7 +13,7 @@ from collectives.cuda.completion import Completion, Events, Wait
 from collectives.cuda.launches import Stage
 from collectives.device.protocol import Array, Device
 from collectives.transport.base import MessageTransport
-from collectives.transport.nccl import Communicator, NcclGroup
+from collectives.transport.cuda.nccl import Communicator, NcclGroup
 
 _PIECE = 4 << 20
 """Bytes of a piece: some hundred microseconds of a fast network or of the bus."""

@@ -41,9 +41,9 @@ from collectives.device.packing import Packing
 from collectives.engine.handles import Handle
 from collectives.engine.rows import Rows
 from collectives.tensors.cuda_tensors import DeviceArray
-from collectives.transport import nccl_elements
 from collectives.transport.base import Array
-from collectives.transport.cuda_ipc import WORDS
+from collectives.transport.cuda import nccl_elements
+from collectives.transport.cuda.cuda_ipc import WORDS
 
 _MOST_ROWS = 64
 """Lists of rows whose paths a task remembers."""

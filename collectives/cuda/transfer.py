@@ -19,7 +19,7 @@ from collectives.cuda.launches import SPACES, DevicePlan, entry_of
 from collectives.device.protocol import Array, Device
 from collectives.plan.program import Space
 from collectives.transport.base import Control
-from collectives.transport.cuda_ipc import WORDS
+from collectives.transport.cuda.cuda_ipc import WORDS
 
 _NOWHERE = (0,) * WORDS
 

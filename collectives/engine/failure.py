@@ -14,7 +14,8 @@ from collectives.engine.submissions import Submissions
 from collectives.transport import backoff
 
 _ACKNOWLEDGE_WITHIN = 1.0
-"""Seconds; fewer than the rank whose failure it is gives the others until it ends the job (`collectives.failures`)."""
+"""Seconds; fewer than the rank whose failure it is gives the others until it ends the job
+(`collectives.worlds.failures`)."""
 
 _keeping: set[FailureHandler] = set()
 """Those that keep what a peer may still touch, or have yet to release their world."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from collectives.base.errors import MismatchError
-from collectives.worlds import World
+from collectives.worlds.world import World
 
 
 def agree(world: World, label: str, mine: Mapping[str, str]) -> None:

@@ -13,7 +13,6 @@ from collectives import (
     Status,
     Sum,
     add_process_set,
-    capabilities,
     check_consistency,
     cross_rank,
     cross_size,
@@ -34,7 +33,8 @@ from collectives import (
     start_timeline,
     stop_timeline,
 )
-from collectives.capabilities import *  # noqa: F403
+from collectives.worlds import capabilities
+from collectives.worlds.capabilities import *  # noqa: F403
 
 __all__ = [
     "ANY_SOURCE",

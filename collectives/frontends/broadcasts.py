@@ -15,10 +15,10 @@ import numpy as np
 
 from collectives.engine import arguments
 from collectives.frontends.agreement import agree
-from collectives.process_sets import ProcessSet
-from collectives.runtime import root_in, world_of
 from collectives.tensors.arena import arena
-from collectives.worlds import World
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import root_in, world_of
+from collectives.worlds.world import World
 
 Prepared = TypeVar("Prepared")
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set
 from collectives.schedules import partition
 from collectives.tensors.compression import Compression, check
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set
 
 Item = TypeVar("Item")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives.base.reduce_op import Op
-from collectives.worlds import World
+from collectives.worlds.world import World
 
 _BELOW = 256 << 10
 """Bytes of a tensor, on average, below which tensors are copied together."""

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from collectives import runtime
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.frontends import keras_variables
 from collectives.frontends.agreement import agree
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, world_of
+from collectives.worlds import runtime
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set, world_of
 
 Logs = dict[str, Any] | None
 

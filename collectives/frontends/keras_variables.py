@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from collectives.frontends.broadcasts import ArrayMemory, agreed_root, broadcast_in_place
-from collectives.process_sets import ProcessSet
+from collectives.worlds.process_sets import ProcessSet
 
 
 def of_model(model: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from collectives.horovod.unavailable import Finder
-from collectives.runtime import is_initialized, world
+from collectives.worlds.runtime import is_initialized, world
 
 FOLDER = Path(__file__).parent / "site"
 """The folder with the package ``horovod``, for ``sys.path`` or PYTHONPATH."""

@@ -19,10 +19,10 @@ from collectives.base.errors import InvalidArgumentError, MismatchError
 from collectives.base.reduce_op import Op
 from collectives.engine.handles import Handle
 from collectives.frontends import joined
-from collectives.runtime import world_of
 from collectives.schedules import partition
 from collectives.tensors.compression import named
-from collectives.worlds import World
+from collectives.worlds.runtime import world_of
+from collectives.worlds.world import World
 
 Shaped = tuple[tuple[int, ...], np.dtype[Any]]
 Shape = tuple[int, ...]

@@ -15,9 +15,9 @@ from collectives.base.reduce_op import Op
 from collectives.engine import arguments
 from collectives.jax import compat, eager, primitive, small_tensors
 from collectives.jax.collective_call import CollectiveCall
-from collectives.process_sets import ProcessSet
-from collectives.runtime import world_of
-from collectives.worlds import World
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import world_of
+from collectives.worlds.world import World
 
 
 class ProgramOptions(TypedDict, total=False):

@@ -10,9 +10,9 @@ import jax
 
 from collectives.base.reduce_op import Op
 from collectives.jax.operations import allreduce
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set
 from collectives.tensors.compression import Compression
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set
 
 
 def value_and_grad(

@@ -6,9 +6,9 @@ import atexit
 from collections.abc import Sequence
 from typing import Any
 
-from collectives import runtime
 from collectives.jax.eager import wait_for_effects
-from collectives.process_sets import ProcessSet
+from collectives.worlds import runtime
+from collectives.worlds.process_sets import ProcessSet
 
 
 def init(

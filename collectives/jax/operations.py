@@ -49,9 +49,9 @@ from collectives.jax.dispatch import (
     run,
     run_allreduce,
 )
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, root_in
 from collectives.tensors.compression import Compression
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set, root_in
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -23,9 +23,9 @@ from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
 from collectives.jax.dispatch import ProgramOptions
 from collectives.jax.operations import allreduce
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set
 from collectives.tensors.compression import Compression
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

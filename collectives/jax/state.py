@@ -18,10 +18,10 @@ from collectives.frontends.broadcasts import ALONE_FROM, ArrayMemory, agreed_roo
 from collectives.jax import eager, pytrees
 from collectives.jax.dispatch import require_eager
 from collectives.jax.operations import Tree
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, world_of
 from collectives.tensors import detection
-from collectives.worlds import World
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set, world_of
+from collectives.worlds.world import World
 
 _LABEL = "broadcast_parameters"
 

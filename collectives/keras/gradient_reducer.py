@@ -12,8 +12,8 @@ from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.frontends.gradient_options import GradientOptions, split
-from collectives.runtime import world_of
 from collectives.tensors.compression import Compression
+from collectives.worlds.runtime import world_of
 
 
 class GradientReducer(ABC):

@@ -16,10 +16,10 @@ from collectives.frontends.keras_optimizer import checked_layers
 from collectives.keras.gradient_reducer import gradient_reducer
 from collectives.keras.optimizer_mixin import DistributedMixin, distributed
 from collectives.keras.patches import extend_keras
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, world_of
 from collectives.tensors import detection
 from collectives.tensors.compression import Compression
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set, world_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)

@@ -11,10 +11,10 @@ from collectives import api
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.frontends import keras_variables as of_keras
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, world
 from collectives.tensors import detection
 from collectives.tensors.compression import Compression
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set, world
 
 Value = TypeVar("Value")
 """A tensor of the backend; values of other kinds are returned as one."""

@@ -210,10 +210,10 @@ class Agents:
     def _serve(self) -> dict[str, str]:
         """Serve the store at which the ranks meet; return the variables that lead there, and to where rank 0 serves
         torch's, if a program makes torch's process groups."""
-        from collectives.transport import network
-        from collectives.transport.authentication import make_key  # imports asyncio, as do the others
-        from collectives.transport.service import Service
-        from collectives.transport.store import StoreServer
+        from collectives.transport.stores.store import StoreServer
+        from collectives.transport.tcp import network
+        from collectives.transport.tcp.authentication import make_key  # imports asyncio, as do the others
+        from collectives.transport.tcp.service import Service
 
         others = [one.place.host for one in self._agents if one.place.host]
         address = ssh.address_for(others, self._config.network_interface, self.remote)

@@ -36,7 +36,7 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
     Args:
         as_horovod: append the table that ``horovodrun --check-build`` prints.
     """
-    from collectives import capabilities  # brings NumPy and the engine, which starting ranks does without
+    from collectives.worlds import capabilities  # brings NumPy and the engine, which starting ranks does without
 
     lines = [
         f"collectives {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
@@ -102,7 +102,7 @@ def _several(launcher: Launcher | None, usable: bool, library: str) -> str:
 
 def _horovods_table() -> list[str]:
     """Return the lines of ``horovodrun --check-build`` that programs look for."""
-    from collectives import capabilities
+    from collectives.worlds import capabilities
 
     mpi = capabilities.mpi_built()
     table: dict[str, dict[str, bool]] = {

@@ -13,10 +13,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from collectives import failures
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.launch.api import CALL, FAILURE, RESULT
 from collectives.launch.rank import RANK_VARIABLES
+from collectives.worlds import failures
 
 
 def main(folder: Path) -> None:

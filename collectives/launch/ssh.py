@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from collectives.base.errors import InvalidArgumentError, MissingDependencyError
-from collectives.transport import network
+from collectives.transport.tcp import network
 
 _PATIENCE = 10.0
 _OF_THIS_HOST = re.compile(

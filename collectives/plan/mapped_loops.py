@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
 from collectives.plan.program import Action, Program, Space, Verb
 from collectives.transport.base import Array
-from collectives.transport.board import Board
+from collectives.transport.host.board import Board
 
 Views = Sequence[tuple[Array, Array]]
 """Every peer's input and output, in the order in which the loop was given the peers."""

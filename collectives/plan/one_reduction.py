@@ -12,7 +12,7 @@ from collectives.plan.blocks import BlockLookup
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
 from collectives.plan.program import Medium, Place, Program, Space, Verb
 from collectives.transport.base import SLOTS, Array
-from collectives.transport.board import Board
+from collectives.transport.host.board import Board
 
 EnterAndLook = Callable[[int], bool | None]
 """`collectives.transport.base.Control.enter_and_look`, without words."""

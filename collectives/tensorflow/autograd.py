@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from collectives.base.reduce_op import Op
 from collectives.frontends import adjoints
-from collectives.process_sets import ProcessSet
-from collectives.runtime import world_of
 from collectives.tensorflow import graph, graph_call, rank_queries
 from collectives.tensorflow.arithmetic import TensorFlowArithmetic, scaled
 from collectives.tensorflow.graph_call import GraphCall
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import world_of
 
 _Adjoint = Callable[[list[Any], list[Any], list[Any]], Sequence[Any]]
 """Maps the gradients of outputs, the inputs, and all outputs, to the gradients of the inputs."""

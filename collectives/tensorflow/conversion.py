@@ -12,9 +12,9 @@ import tensorflow as tf
 from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.engine import arguments
-from collectives.process_sets import ProcessSet
-from collectives.runtime import world_of
 from collectives.tensors import detection
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import world_of
 
 
 @contextmanager

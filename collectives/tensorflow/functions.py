@@ -10,13 +10,13 @@ import tensorflow as tf
 from collectives import api
 from collectives.base import dtypes
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, root_in, world_of
 from collectives.tensorflow import packed_callbacks
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.conversion import refusing
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensors import detection
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set, root_in, world_of
 
 Object = TypeVar("Object")
 

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.frontends.gradient_options import GradientOptions, split
-from collectives.runtime import world_of
 from collectives.tensorflow import operations
 from collectives.tensorflow.autograph import unconverted
+from collectives.worlds.runtime import world_of
 
 
 def variable_key(variable: Any) -> Any:

@@ -16,12 +16,12 @@ import tensorflow as tf
 from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.base.reduce_op import Op
-from collectives.runtime import root_in, world_of
 from collectives.schedules import partition
 from collectives.tensorflow import graph, packed_callbacks, sparse_rows
 from collectives.tensorflow.errors import raises_tensorflow
 from collectives.tensors import detection
-from collectives.worlds import World
+from collectives.worlds.runtime import root_in, world_of
+from collectives.worlds.world import World
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set
 from collectives.tensorflow.functions import broadcast_variables
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]

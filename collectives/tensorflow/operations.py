@@ -24,13 +24,13 @@ import tensorflow as tf
 
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set
 from collectives.tensorflow import autograd, conversion, graph, sparse
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensors import compression as compressors
 from collectives.tensors.compression import BUILT_IN, Compression
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set
 
 Tensor = TypeVar("Tensor")
 

@@ -11,13 +11,13 @@ import tensorflow as tf
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set
 from collectives.tensorflow.aggregation import local_variable
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.gradients import GradientReduction, variable_key
 from collectives.tensorflow.optimizer_reduction import OptimizerReduction
 from collectives.tensors.compression import Compression
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set
 
 Optimizer = TypeVar("Optimizer")
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from collectives import runtime
 from collectives.base.errors import InvalidArgumentError, NotInitializedError
-from collectives.process_sets import ProcessSet
 from collectives.tensorflow.autograph import unconverted
+from collectives.worlds import runtime
+from collectives.worlds.process_sets import ProcessSet
 
 _NOT_INITIALIZED, _UNKNOWN_SET = -1, -3
 """Horovod's codes."""

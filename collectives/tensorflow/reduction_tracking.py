@@ -22,9 +22,9 @@ from typing import Any
 import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.process_sets import ProcessSet
 from collectives.tensorflow import operations
 from collectives.tensorflow.gradients import GradientReduction, variable_key
+from collectives.worlds.process_sets import ProcessSet
 
 _REDUCED_OVER = "_collectives_reduced_over"  # attribute of tensors: a process set
 _PENDING = "_collectives_pending"  # attribute of variables: the `Mark` of a reduced gradient that is not applied yet

@@ -17,7 +17,7 @@ import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.reduce_op import Op
-from collectives.worlds import World
+from collectives.worlds.world import World
 
 
 def allreduce(world: World, arrays: Sequence[Any], average: bool, name: str | None) -> list[Any]:

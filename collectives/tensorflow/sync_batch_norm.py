@@ -19,12 +19,12 @@ from typing import Any
 import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.runtime import global_process_set, world_of
 from collectives.tensorflow import autograd
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensorflow.keras_version import LEGACY
-from collectives.worlds import World
+from collectives.worlds.runtime import global_process_set, world_of
+from collectives.worlds.world import World
 
 
 class _LayerNumbers:

@@ -1,9 +1,9 @@
 """The arena: memory for tensors that the other ranks of a host can map.
 
 The arena grows in *pieces*: anonymous files in memory, which peers map through ``/proc/PID/fd`` when they first meet a
-tensor in one (`collectives.transport.mapped_memory`). They have no name, so that ``kill -9`` leaves nothing behind.
-Tensors lie in *blocks* of a piece. A block is the base of one NumPy array and goes back when the last view of that
-array is gone, be it NumPy's or another library's.
+tensor in one (`collectives.transport.host.mapped_memory`). They have no name, so that ``kill -9`` leaves nothing
+behind. Tensors lie in *blocks* of a piece. A block is the base of one NumPy array and goes back when the last view of
+that array is gone, be it NumPy's or another library's.
 
 Where a tensor lies travels between ranks as one *word*: a flag, the piece's number and the offset in it. An address of
 private memory never has the flag.

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import torch
 
 from collectives.base.reduce_op import Op
-from collectives.process_sets import ProcessSet
-from collectives.runtime import world_of
 from collectives.torch.compiled import untraced
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import world_of
 
 
 class AdasumSteps:

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
 from collectives.torch.autograd import tracks
-from collectives.worlds import World
+from collectives.worlds.world import World
 
 Tensor = TypeVar("Tensor")
 

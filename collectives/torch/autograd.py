@@ -28,7 +28,7 @@ from collectives.engine.handles import Handle
 from collectives.frontends import adjoints
 from collectives.schedules import partition
 from collectives.torch.arithmetic import TorchArithmetic, scaled
-from collectives.worlds import World
+from collectives.worlds.world import World
 
 _Adjoint = Callable[[list[Any], Sequence[Any]], Sequence[Any]]
 """Maps the gradients of outputs, and the inputs if they were kept, to the gradients of inputs."""

@@ -32,13 +32,13 @@ import torch
 from collectives.base.errors import InvalidArgumentError, MismatchError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.runtime import world_of
 from collectives.torch.buckets import GradientBucket, GradientSlot, SparseBucket, ViewedBucket, arrange
 from collectives.torch.compiled import untraced
 from collectives.torch.guard import Guard, grad_of, graph_task, in_backward_elsewhere
 from collectives.torch.holding_back import holds_back
 from collectives.torch.tally import Tally
-from collectives.worlds import World
+from collectives.worlds.runtime import world_of
+from collectives.worlds.world import World
 
 _DENSE = 255
 """Code of a dense gradient where the ranks compare; a sparse one's is its number of sparse dimensions, 0 is none."""

@@ -29,12 +29,12 @@ import torch
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.runtime import world_of
 from collectives.tensors.compression import BUILT_IN, Compression
 from collectives.torch import memory
 from collectives.torch.gradient_memory import GradientPlace
 from collectives.torch.guard import grad_of
 from collectives.torch.sparse import sparse_allreduce_async
+from collectives.worlds.runtime import world_of
 
 TINY = 4 << 10
 """Bytes up to which a gradient is deferred: waking the background thread would take longer than combining it."""

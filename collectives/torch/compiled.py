@@ -40,12 +40,12 @@ import torch
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
 from collectives.frontends import adjoints
-from collectives.process_sets import ProcessSet
-from collectives.runtime import world_of
 from collectives.tensors.compression import BUILT_IN, BF16Compressor, FP16Compressor, NoneCompressor
 from collectives.torch import operators
 from collectives.torch.arguments import Choices
 from collectives.torch.autograd import refuse_transforms_in_graph
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import world_of
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")

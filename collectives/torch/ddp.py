@@ -26,9 +26,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from collectives.base.reduce_op import Op
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, world_of
 from collectives.tensors.compression import Compression
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set, world_of
 
 _numbers: WeakKeyDictionary[ProcessSet, Iterator[int]] = WeakKeyDictionary()
 """Of the states of each process set: whose ranks count the same ones."""

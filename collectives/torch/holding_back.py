@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from collectives.worlds import World
+from collectives.worlds.world import World
 
 
 def holds_back(world: World) -> bool:

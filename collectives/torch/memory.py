@@ -1,6 +1,7 @@
 """Tensors in memory that the other ranks of this host can map: ``empty``, ``zeros``, ``empty_like``.
 
-The collectives read and write such tensors, and contiguous views of them, where they lie. See `collectives.memory`.
+The collectives read and write such tensors, and contiguous views of them, where they lie. See
+`collectives.worlds.memory`.
 """
 
 from __future__ import annotations

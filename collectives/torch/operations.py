@@ -15,13 +15,13 @@ from torch.compiler import is_compiling
 from collectives import api
 from collectives.base.options import spelled_out
 from collectives.engine.handles import Handle
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, root_in, world_of
 from collectives.torch import autograd, compiled
 from collectives.torch.arguments import Choices, Tensor, any_tracked, given, written
 from collectives.torch.autograd import DifferentiableCall, tracks
 from collectives.torch.compiled import untraced
 from collectives.torch.handles import Derived
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set, root_in, world_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

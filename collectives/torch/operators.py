@@ -14,10 +14,10 @@ import torch
 
 from collectives.base.reduce_op import Op
 from collectives.frontends import adjoints
-from collectives.runtime import world_of
 from collectives.tensors.compression import named
 from collectives.torch.autograd import DifferentiableCall
-from collectives.worlds import World
+from collectives.worlds.runtime import world_of
+from collectives.worlds.world import World
 
 
 def allreduce(

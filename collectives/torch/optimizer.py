@@ -17,14 +17,14 @@ import torch
 
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions, evenly
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, world_of
 from collectives.tensors.compression import Compression
 from collectives.torch.adasum import AdasumSteps
 from collectives.torch.backward_reducer import BackwardReducer, take_over
 from collectives.torch.compiled import untraced
 from collectives.torch.state import refuse_unreachable
-from collectives.worlds import World
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set, world_of
+from collectives.worlds.world import World
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 

@@ -17,11 +17,11 @@ import torch
 from collectives.base.errors import InvalidTypeError
 from collectives.frontends.agreement import agree
 from collectives.frontends.broadcasts import agreed_root
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set
 from collectives.tensors import detection
 from collectives.torch.compiled import untraced
 from collectives.torch.state import Tensors, describe, move
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set
 
 
 @untraced

@@ -16,15 +16,15 @@ from torch.compiler import is_compiling
 from collectives.base.options import spelled_out
 from collectives.base.reduce_op import Op
 from collectives.engine.handles import Handle
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, world_of
 from collectives.tensors import compression as compressors
 from collectives.tensors.compression import Compression
 from collectives.torch import autograd, compiled
 from collectives.torch.arguments import Choices, Tensor, any_tracked, given, operation, written
 from collectives.torch.autograd import DifferentiableCall, tracks
 from collectives.torch.compiled import untraced
-from collectives.worlds import World
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set, world_of
+from collectives.worlds.world import World
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

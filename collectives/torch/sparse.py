@@ -8,10 +8,10 @@ import torch
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, world_of
 from collectives.torch.compiled import untraced
 from collectives.torch.handles import Derived
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set, world_of
 
 _MOST_INT32 = 2**31 - 1
 

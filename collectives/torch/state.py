@@ -11,12 +11,12 @@ import torch
 from collectives import api
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.frontends.broadcasts import agreed_root, broadcast_in_place
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set
 from collectives.tensors import detection
 from collectives.torch import memory
 from collectives.torch.compiled import untraced
-from collectives.worlds import World
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set
+from collectives.worlds.world import World
 
 Object = TypeVar("Object")
 

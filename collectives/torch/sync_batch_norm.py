@@ -18,11 +18,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, world_of
 from collectives.torch import compiled
 from collectives.torch.batch_norm import Cpu, Gpu, channels, dense, traced_statistics
-from collectives.worlds import World
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set, world_of
+from collectives.worlds.world import World
 
 
 class SyncBatchNorm(_BatchNorm):

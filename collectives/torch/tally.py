@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives.base.errors import MismatchError
 from collectives.base.reduce_op import Op
-from collectives.worlds import World
+from collectives.worlds.world import World
 
 _LAYOUT = (1 << 24) - 1
 """Bits of a fingerprint that are kept, so that sums of squares do not overflow."""

@@ -11,15 +11,15 @@ from typing import Any, Protocol
 
 from collectives.base.config import Config
 from collectives.base.errors import MismatchError
-from collectives.transport import shared_memory
 from collectives.transport.base import Control, MessageTransport
-from collectives.transport.board import FAILED
-from collectives.transport.board_control import BoardControl
 from collectives.transport.group import Group
-from collectives.transport.network_control import ControlChannel, NetworkControl, Words
-from collectives.transport.notices import Notice
+from collectives.transport.host import shared_memory
+from collectives.transport.host.board import FAILED
+from collectives.transport.host.board_control import BoardControl
+from collectives.transport.host.shared_memory import SharedMemory
 from collectives.transport.point_to_point import Endpoint, Routes
-from collectives.transport.shared_memory import SharedMemory
+from collectives.transport.tcp.network_control import ControlChannel, NetworkControl, Words
+from collectives.transport.tcp.notices import Notice
 
 
 class Wiring(Protocol):

@@ -1,8 +1,8 @@
 """The protocols of a transport: shared memory and messages between ranks, and the control plane.
 
 Ranks of one host share **memory**: a peer reads blocks where they lie, or writes them where they belong, and the owner
-does nothing. *When* it may do so is read on the board (`collectives.transport.board`). Ranks of different hosts pass
-**messages**, in which both sides take part.
+does nothing. *When* it may do so is read on the board (`collectives.transport.host.board`). Ranks of different hosts
+pass **messages**, in which both sides take part.
 
 The executor uses whichever reaches a peer, so that one schedule may span both. Every wait of a transport is bounded: it
 ends with the bytes, or with an error that names the missing rank.
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from collectives.transport.board import Board
-    from collectives.transport.mapped_memory import MappedMemory
+    from collectives.transport.host.board import Board
+    from collectives.transport.host.mapped_memory import MappedMemory
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from collectives.base.errors import MismatchError
-from collectives.runtime import world_of
+from collectives.worlds.runtime import world_of
 
 pytestmark = pytest.mark.mpi
 

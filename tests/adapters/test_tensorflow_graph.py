@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from collectives.base.errors import MismatchError
 from collectives.engine import callers
-from collectives.runtime import world
 from collectives.tensorflow import packed_callbacks
+from collectives.worlds.runtime import world
 
 pytestmark = pytest.mark.mpi
 

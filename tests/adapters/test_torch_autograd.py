@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.runtime import world_of
+from collectives.worlds.runtime import world_of
 
 pytestmark = pytest.mark.mpi
 

@@ -12,7 +12,7 @@ import torch
 
 import collectives.torch as public
 from collectives.base.options import Options
-from collectives.runtime import world_of
+from collectives.worlds.runtime import world_of
 
 pytestmark = pytest.mark.mpi
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import collectives
-from collectives import runtime
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.frontends import broadcasts
 from collectives.torch import optimizer_state
 from collectives.torch.optimizer import DistributedOptimizer
+from collectives.worlds import runtime
 
 pytestmark = pytest.mark.mpi
 

@@ -10,8 +10,8 @@ import pytest
 
 from collectives.base.errors import TransportError
 from collectives.device.diagnosis import why_not
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests.gpu_makers import CupyMaker
 from tests.gpu_scenarios import SCENARIOS, Scenario
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(PROBLEM is not None, reason=PR
 @pytest.mark.parametrize("transport", ["nccl", "cuda-ipc"])
 def test_scenarios(transport: str) -> None:
     """One world for all of them, each rank on a stream of its own; connecting NCCL is what takes long."""
-    threads.run(
+    thread_groups.run(
         2, lambda world: on_own_stream(world, SCENARIOS, {"transport": transport}), timeout=50, make_world=World
     )
 

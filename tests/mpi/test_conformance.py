@@ -21,10 +21,11 @@ CONFIGS = configs()
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     from mpi4py import MPI
 
-    from collectives.transport import mpi, threads
+    from collectives.transport.mpi import mpi_groups
+    from collectives.transport.threads import thread_groups
 
     comm = MPI.COMM_WORLD
-    group = mpi.connect(comm, CONFIGS[request.param]) if comm.size > 1 else threads.connect(1)[0]
+    group = mpi_groups.connect(comm, CONFIGS[request.param]) if comm.size > 1 else thread_groups.connect(1)[0]
     yield group
     group.control.leave()  # or its end would be a death
     group.close()

@@ -15,8 +15,8 @@ from collectives.base.errors import TransportError
 from collectives.base.reduce_op import Op
 from collectives.cuda import backend
 from collectives.device import selection
-from collectives.transport import mpi
-from collectives.worlds import World
+from collectives.transport.mpi import mpi_groups
+from collectives.worlds.world import World
 from tests import gpu_scenarios as scenarios
 from tests.emulated_cuda import EmulatedDevice
 from tests.emulated_memory import SPACE
@@ -62,7 +62,7 @@ def connected(device: EmulatedDevice, **settings: object) -> Iterator[World]:
     from mpi4py import MPI
 
     config = Config(timeout=PATIENCE, **({"host_until": 0} | settings))  # type: ignore[arg-type]
-    world = World(mpi.connect(MPI.COMM_WORLD, config), config)
+    world = World(mpi_groups.connect(MPI.COMM_WORLD, config), config)
     with own_stream(device):
         yield world
         world.shutdown()

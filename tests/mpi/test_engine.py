@@ -10,7 +10,7 @@ import pytest
 
 import collectives as hvd
 from collectives.base.config import Config
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests.engine_scenarios import SCENARIOS, STEADY
 from tests.mpi.worlds import configs
 
@@ -30,10 +30,11 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 def connect(config: Config) -> World:
     from mpi4py import MPI
 
-    from collectives.transport import mpi, threads
+    from collectives.transport.mpi import mpi_groups
+    from collectives.transport.threads import thread_groups
 
     comm = MPI.COMM_WORLD
-    return World(mpi.connect(comm, config) if comm.size > 1 else threads.connect(1)[0], config)
+    return World(mpi_groups.connect(comm, config) if comm.size > 1 else thread_groups.connect(1)[0], config)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

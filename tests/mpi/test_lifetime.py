@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 import collectives
-from collectives import InvalidArgumentError, MismatchError, ProcessSet, runtime
+from collectives import InvalidArgumentError, MismatchError, ProcessSet
 from collectives.base.reduce_op import Op
-from collectives.worlds import World
+from collectives.worlds import runtime
+from collectives.worlds.world import World
 
 pytestmark = pytest.mark.mpi
 RANKS = (2,)

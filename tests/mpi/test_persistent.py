@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import collectives as hvd
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests import persistent_scenarios
 from tests.mpi.test_engine import connect
 from tests.mpi.worlds import configs

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests.mpi.worlds import configs
 from tests.programs import SETS, draw, make_sets, run
 
@@ -22,10 +22,10 @@ Worlds = tuple[World, dict[tuple[int, ...], World | None]]
 def worlds(request: pytest.FixtureRequest) -> Iterator[Worlds]:
     from mpi4py import MPI
 
-    from collectives.transport import mpi
+    from collectives.transport.mpi import mpi_groups
 
     config = CONFIGS[request.param]
-    world = World(mpi.connect(MPI.COMM_WORLD, config), config)
+    world = World(mpi_groups.connect(MPI.COMM_WORLD, config), config)
     yield world, make_sets(world, SETS[world.size])
     world.shutdown()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import collectives
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests.scenarios import SCENARIOS
 
 pytestmark = pytest.mark.mpi

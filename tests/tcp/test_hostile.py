@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from collectives.base.config import Config
-from collectives.transport import listener
-from collectives.transport.authentication import Verification, make_key
-from collectives.transport.service import Service
-from collectives.transport.store import Store, StoreServer
+from collectives.transport.stores.store import Store, StoreServer
+from collectives.transport.tcp import listener
+from collectives.transport.tcp.authentication import Verification, make_key
+from collectives.transport.tcp.service import Service
 from tests import tampering
 from tests.hostile import ATTACKS, Attacker, Refusal, besiege, record, start_job
 from tests.processes import KEY

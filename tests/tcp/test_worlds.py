@@ -11,8 +11,8 @@ import pytest
 
 from collectives.base.config import Config
 from collectives.base.errors import RankFailedError
-from collectives.transport.tcp import TcpWiring
-from collectives.worlds import World
+from collectives.transport.tcp.tcp_groups import TcpWiring
+from collectives.worlds.world import World
 from tests import engine_scenarios, persistent_scenarios, scenarios
 from tests.processes import by_tcp, run
 from tests.teams import Team

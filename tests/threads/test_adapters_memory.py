@@ -12,8 +12,8 @@ from collectives.base.errors import MismatchError
 from collectives.base.reduce_op import Op
 from collectives.frontends.agreement import agree
 from collectives.tensors.compression import Compression
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 PARTS = [((2, 3), (4,)), ()]
 
@@ -41,7 +41,7 @@ def test_results_come_into_the_callers_memory(size: int, compression: Any) -> No
             )
             assert np.array_equal(given[0], np.arange(10) * (world.rank + 1))
 
-    threads.run(size, program, make_world=World)
+    thread_groups.run(size, program, make_world=World)
 
 
 def test_other_parts_are_a_mismatch_that_names_them() -> None:
@@ -53,7 +53,7 @@ def test_other_parts_are_a_mismatch_that_names_them() -> None:
             world.grouped_allreduce(_operands(world.rank), op=Op.SUM, name="group", parts=parts)
         world.barrier()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_a_rank_that_has_joined_takes_part_in_parts() -> None:
@@ -63,7 +63,7 @@ def test_a_rank_that_has_joined_takes_part_in_parts() -> None:
             assert np.array_equal(reduced[0], np.arange(10) * (step + 1.0))
         assert world.join() in (0, 1)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_memory_of_every_size_is_aligned() -> None:
@@ -74,7 +74,7 @@ def test_memory_of_every_size_is_aligned() -> None:
             assert not count or memory.ctypes.data % 64 == 0
             memory[:] = 1
 
-    threads.run(1, program, make_world=World)
+    thread_groups.run(1, program, make_world=World)
 
 
 def test_agreement() -> None:
@@ -86,4 +86,4 @@ def test_agreement() -> None:
         ):
             agree(world, "start", mine)
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)

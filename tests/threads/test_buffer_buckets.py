@@ -11,8 +11,8 @@ import pytest
 
 from collectives.base.reduce_op import Op
 from collectives.engine.buffer_bucket import BufferBucket
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests.scenarios import assert_close, ops_for, sample
 
 SIZES = (1, 0, 5, 63, 64, 1000, 7, 40_000, 0, 200, 3)
@@ -61,7 +61,7 @@ def test_every_dtype_and_operation(fused: list[int], size: int) -> None:
             for op in ops_for(dtype):
                 check(world, dtype, op=op)
 
-    threads.run(size, scenario, hosts=[(rank,) for rank in range(size)], make_world=World)
+    thread_groups.run(size, scenario, hosts=[(rank,) for rank in range(size)], make_world=World)
     assert set(fused) == {FUSED, FUSED - 1}, "the largest tensor of complex64 is large enough to go alone"
 
 
@@ -72,7 +72,7 @@ def test_every_algorithm_and_scale(fused: list[int], algorithm: str) -> None:
             for op in (Op.SUM, Op.AVERAGE):
                 check(world, np.dtype(np.float32), op=op, algorithm=algorithm, transport="mpi", **scale)
 
-    threads.run(4, scenario, hosts=[(0,), (1,), (2,), (3,)], make_world=World)
+    thread_groups.run(4, scenario, hosts=[(0,), (1,), (2,), (3,)], make_world=World)
     assert set(fused) == {FUSED}
 
 
@@ -87,5 +87,5 @@ def test_a_rank_that_has_joined_contributes_zeros(fused: list[int]) -> None:
                 np.testing.assert_array_equal(result, np.full(result.size, 16))
         world.join()
 
-    threads.run(3, scenario, hosts=[(0,), (1,), (2,)], make_world=World)
+    thread_groups.run(3, scenario, hosts=[(0,), (1,), (2,)], make_world=World)
     assert set(fused) == {FUSED}

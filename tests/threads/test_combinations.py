@@ -14,8 +14,8 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError, Mism
 from collectives.base.reduce_op import Op
 from collectives.engine import adasum
 from collectives.tensors.compression import Compression
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests.scenarios import sample
 
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-6, "float64": 1e-13}
@@ -49,7 +49,7 @@ def test_adasum_is_the_papers_formula(size: int, dtype: Any) -> None:
             assert world.allreduce_(mine, op=Op.ADASUM, name="in place") is mine
             np.testing.assert_array_equal(mine, result)
 
-    threads.run(size, program, make_world=World)
+    thread_groups.run(size, program, make_world=World)
 
 
 def test_adasum_in_groups_is_each_tensors_own_and_factors_apply() -> None:
@@ -62,7 +62,7 @@ def test_adasum_in_groups_is_each_tensors_own_and_factors_apply() -> None:
         scaled = world.allreduce(tensors[world.rank], op=Op.ADASUM, prescale_factor=0.5, postscale_factor=3.0)
         close(scaled, 3.0 * reference([tensor * np.float32(0.5) for tensor in tensors]))
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
 
 
 def test_adasum_of_ranks_that_have_joined_is_that_of_the_others() -> None:
@@ -73,7 +73,7 @@ def test_adasum_of_ranks_that_have_joined_is_that_of_the_others() -> None:
             close(result, reference([tensors[0], np.zeros_like(tensors[0]), tensors[2]]))
         world.join()
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
 
 
 def test_adasum_refuses_what_it_cannot_do() -> None:
@@ -91,7 +91,7 @@ def test_adasum_refuses_what_it_cannot_do() -> None:
             world.allreduce(np.ones(3), op=Op.ADASUM if world.rank else Op.SUM)
         assert world.allreduce(np.float64(1), average=False) == world.size
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 @pytest.mark.parametrize("compression", [Compression.fp16, Compression.bf16])
@@ -119,7 +119,7 @@ def test_compressed_tensors_come_back_in_their_own_dtype(compression: Any, dtype
         whole = world.allreduce(np.arange(5), average=False, compression=compression)
         np.testing.assert_array_equal(whole, np.arange(5) * world.size)
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
 
 
 class Halve:
@@ -148,7 +148,7 @@ def test_a_compressor_of_ones_own() -> None:
             world.allreduce(np.ones(4, np.float32), compression=Compression.fp16 if world.rank else Compression.bf16)
         assert world.allreduce(np.float64(1), average=False) == world.size
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_consistency_names_the_tensor_and_the_ranks() -> None:
@@ -161,7 +161,7 @@ def test_consistency_names_the_tensor_and_the_ranks() -> None:
             world.check_consistency(tensors)
         assert "rank 2" in str(caught.value)
 
-    threads.run(4, program, make_world=World)
+    thread_groups.run(4, program, make_world=World)
 
 
 @pytest.mark.parametrize(
@@ -185,4 +185,4 @@ def test_an_operation_is_said_in_one_way(form: str) -> None:
             == (world.size - 1) / 2
         )
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)

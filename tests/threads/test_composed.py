@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import objects
 from collectives.base.errors import MismatchError, RankFailedError, TransportError
 from collectives.base.reduce_op import Op
 from collectives.tensors.result_pool import ResultPool
-from collectives.transport import threads
 from collectives.transport.group import Group
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds import objects
+from collectives.worlds.world import World
 
 ODD = 1
 """The rank on which something fails."""
@@ -67,7 +67,7 @@ def test_an_object_that_one_rank_has_no_memory_for(
 
     monkeypatch.setattr(objects, "np", Numpy())
     assert len(pickle.dumps(value)) > len(value)
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
 
 
 @pytest.mark.parametrize("waits", ["for each", "for all"])
@@ -91,7 +91,7 @@ def test_operations_that_are_carried_out_as_one_fail_as_one(before: str, waits: 
         world.barrier()
         works(world)
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
 
 
 def test_rows_that_one_rank_has_no_memory_for_are_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_rows_that_one_rank_has_no_memory_for_are_told_to_all(monkeypatch: pytes
         with pytest.raises(RankFailedError, match="nothing left"):
             world.barrier()
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
 
 
 def test_a_process_set_that_one_rank_cannot_make_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_process_set_that_one_rank_cannot_make_is_an_error_on_all(monkeypatch:
 
     def program(world: World) -> None:
         world.barrier()
-        monkeypatch.setattr(sys.modules["collectives.worlds"], "World", refuse)
+        monkeypatch.setattr(sys.modules["collectives.worlds.world"], "World", refuse)
         world.barrier()
         with pytest.raises(TransportError, match=rf"\[0, 1\] cannot be made: rank {ODD}: MemoryError: nothing left"):
             world.add_process_set([0, 1])
@@ -134,4 +134,4 @@ def test_a_process_set_that_one_rank_cannot_make_is_an_error_on_all(monkeypatch:
         assert child is None or child.allreduce(np.ones(1), op=Op.SUM)[0] == 2
         works(world)
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from collectives.transport import threads
 from collectives.transport.group import Group
+from collectives.transport.threads import thread_groups
 from tests import conformance
 
 ALL = [
@@ -24,4 +24,4 @@ ALL = [
 def test_threads(check: Callable[[Group], None], size: int, hosts: tuple[tuple[int, ...], ...] | None) -> None:
     if hosts is not None and size != 4:
         hosts = (tuple(range(size // 2)), tuple(range(size // 2, size))) if size > 1 else ((0,),)
-    threads.run(size, check, hosts=hosts, make_world=lambda group: group)
+    thread_groups.run(size, check, hosts=hosts, make_world=lambda group: group)

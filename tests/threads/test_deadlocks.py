@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from collectives.base.errors import MismatchError, OperationError
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 
 def total(world: World) -> float:
@@ -30,7 +30,7 @@ CALLS = pytest.mark.parametrize("call", [blocking, in_two_halves])
 
 
 def run(size: int, program: Callable[[World], None]) -> None:
-    threads.run(size, program, make_world=World, timeout=30)
+    thread_groups.run(size, program, make_world=World, timeout=30)
 
 
 @CALLS

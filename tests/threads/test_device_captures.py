@@ -11,7 +11,7 @@ import pytest
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError, MismatchError
 from collectives.base.reduce_op import Op
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests.emulated_cuda import EmulatedDevice
 from tests.emulated_gate import Gate
 from tests.emulated_ranks import PATIENCE, emulated, on_threads

@@ -22,8 +22,8 @@ from collectives.base.errors import (
 from collectives.cuda import connection
 from collectives.device import selection
 from collectives.device.protocol import active
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests.emulated_cuda import EmulatedProvider
 from tests.emulated_nccl import EmulatedCommunicator, EmulatedNccl
 from tests.emulated_ranks import PATIENCE, emulated, on_threads, own_stream
@@ -97,7 +97,9 @@ def test_work_that_a_peer_never_issues_is_aborted(notices: str, monkeypatch: pyt
     with emulated(2, library=library) as provider:
         config = Config(timeout=30, host_until=0, cuda_graphs=True)
         with pytest.raises(ValueError, match="exploded") if notices == "host" else contextlib.nullcontext():
-            threads.run(2, program, timeout=20, make_world=lambda group: World(activated(provider, group), config))
+            thread_groups.run(
+                2, program, timeout=20, make_world=lambda group: World(activated(provider, group), config)
+            )
     assert seconds and seconds[0] < BOUND
 
 
@@ -206,7 +208,7 @@ def test_memory_that_runs_out_on_one_rank_ends_the_world_on_all(what: str) -> No
     before = selection.use(provider)
     began = time.monotonic()
     try:
-        threads.run(
+        thread_groups.run(
             2,
             lambda world: on_its_device(world, provider, program),
             make_world=lambda group: World(group, Config(host_until=0)),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collectives.base.config import Config
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests.emulated_ranks import emulated, on_threads
 from tests.gpu_makers import EmulatedMaker
 

@@ -16,8 +16,8 @@ from collectives.base.config import Config
 from collectives.base.errors import TransportError
 from collectives.base.reduce_op import Op
 from collectives.device.protocol import active
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests.device_programs import check, run_seed
 from tests.emulated_nccl import EmulatedNccl
 from tests.emulated_ranks import PATIENCE, emulated, on_threads, own_stream
@@ -125,7 +125,7 @@ def test_a_refused_group_keeps_nothing_alive() -> None:
     with emulated(2, library=NO_NCCL) as provider:
         gc.disable()
         try:
-            threads.run(
+            thread_groups.run(
                 2,
                 body,
                 timeout=PATIENCE,
@@ -152,7 +152,7 @@ def test_a_scaled_group_of_one_rank_leaves_nothing_behind() -> None:
     with emulated(1) as provider:
         gc.disable()
         try:
-            threads.run(1, body, timeout=PATIENCE, make_world=World)
+            thread_groups.run(1, body, timeout=PATIENCE, make_world=World)
             check(provider.device(0))
         finally:
             gc.enable()

@@ -12,7 +12,7 @@ import pytest
 
 from collectives.base.config import Config
 from collectives.base.reduce_op import Op
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests.emulated_ranks import PATIENCE, emulated, on_threads
 from tests.gpu_makers import Array, EmulatedMaker
 from tests.scenarios import sample

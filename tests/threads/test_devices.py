@@ -16,7 +16,7 @@ import pytest
 from collectives.base.config import Config
 from collectives.base.errors import MismatchError, TransportError
 from collectives.base.reduce_op import Op
-from collectives.worlds import World
+from collectives.worlds.world import World
 from tests import gpu_scenarios as scenarios
 from tests.emulated_cuda import EmulatedDevice
 from tests.emulated_gate import Gate

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from collectives.base.config import Config
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests.engine_scenarios import SCENARIOS, STEADY
 
 Scenario = Callable[[World], None]
@@ -32,23 +32,23 @@ LONG_CYCLE = Config(cycle_time=60_000.0)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_one_host(scenario: Scenario, size: int) -> None:
-    threads.run(size, scenario, make_world=World)
+    thread_groups.run(size, scenario, make_world=World)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("hosts", SEVERAL_HOSTS, ids=str)
 def test_several_hosts(scenario: Scenario, hosts: Sequence[Sequence[int]]) -> None:
-    threads.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=World)
+    thread_groups.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=World)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", LIMITED, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("config", NEAR_LIMITS.values(), ids=NEAR_LIMITS)
 def test_near_limits(scenario: Scenario, config: Config) -> None:
-    threads.run(3, scenario, make_world=lambda group: World(group, config))
+    thread_groups.run(3, scenario, make_world=lambda group: World(group, config))
 
 
 @pytest.mark.parametrize("scenario", STEADY, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("hosts", [((0, 1),), ((0, 1, 2, 3),), ((0, 1), (2,))], ids=str)
 def test_the_steady_state(scenario: Scenario, hosts: Sequence[Sequence[int]]) -> None:
-    threads.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=lambda group: World(group, LONG_CYCLE))
+    thread_groups.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=lambda group: World(group, LONG_CYCLE))

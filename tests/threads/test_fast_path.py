@@ -18,8 +18,8 @@ import pytest
 import collectives
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.base.reduce_op import Op
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 PACKAGE = Path(collectives.__file__).parent
 TRIES = 300
@@ -48,7 +48,7 @@ def calls_of(allreduce: Any) -> list[str]:
 
 
 def test_a_blocking_call_passes_four_modules_below_the_public_function() -> None:
-    for calls in threads.run(2, lambda world: calls_of(world.allreduce_), make_world=World):
+    for calls in thread_groups.run(2, lambda world: calls_of(world.allreduce_), make_world=World):
         assert len({call.split()[0] for call in calls}) <= 5, calls
         assert len(calls) <= 7, calls
 
@@ -76,7 +76,7 @@ def test_single_reductions_share_the_window_with_other_operations(size: int, cou
                 world.allreduce_(long, op=Op.SUM, transport="window", algorithm=("direct", "ring")[step % 2])
                 assert (long == size * step + (size - 1) * size // 2).all(), step
 
-    threads.run(size, run, make_world=World)
+    thread_groups.run(size, run, make_world=World)
 
 
 def test_broadcasts_and_reduce_scatters_of_known_arrays() -> None:
@@ -113,7 +113,7 @@ def test_broadcasts_and_reduce_scatters_of_known_arrays() -> None:
             assert (handle.wait() == 0).all()
 
     for size in (2, 3):
-        threads.run(size, run, make_world=World)
+        thread_groups.run(size, run, make_world=World)
 
 
 def test_submissions_of_known_arrays_claim_their_memory() -> None:
@@ -133,7 +133,7 @@ def test_submissions_of_known_arrays_claim_their_memory() -> None:
             assert (both == 0.5 + step).all()
             assert world.synchronize(world.allreduce_async_(both, name="whole")) is both
 
-    threads.run(2, run, make_world=World)
+    thread_groups.run(2, run, make_world=World)
 
 
 def test_a_rank_without_memory_for_a_known_result_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_a_rank_without_memory_for_a_known_result_tells_the_others(monkeypatch: 
                 call()
         assert (world.allreduce_(tensor, op=Op.SUM) == 1).all()
 
-    threads.run(2, run, make_world=World)
+    thread_groups.run(2, run, make_world=World)
 
 
 def _no_memory(*_: Any) -> None:
@@ -179,7 +179,7 @@ def test_no_call_keeps_its_tensor() -> None:
                     del tensor
                     assert kept() is None, (what, count)
 
-    threads.run(2, run, make_world=World)
+    thread_groups.run(2, run, make_world=World)
 
 
 def test_an_array_of_another_layout_or_dtype_is_another_request() -> None:
@@ -200,7 +200,7 @@ def test_an_array_of_another_layout_or_dtype_is_another_request() -> None:
             with pytest.raises(InvalidArgumentError, match="supersedes"):
                 world.allreduce_(table, average=True, op=Op.SUM)
 
-    threads.run(2, run, make_world=World)
+    thread_groups.run(2, run, make_world=World)
 
 
 if __name__ == "__main__":

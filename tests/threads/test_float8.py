@@ -10,8 +10,8 @@ import pytest
 from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.base.reduce_op import Op
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 pytest.importorskip("ml_dtypes")
 RANKS = 3
@@ -88,4 +88,4 @@ def test_it_is_moved_and_not_reduced(make: Any, name: str) -> None:
                 reduce()
         assert world.allreduce(np.ones(1), op=Op.SUM).tolist() == [size]
 
-    threads.run(RANKS, program, make_world=World)
+    thread_groups.run(RANKS, program, make_world=World)

@@ -21,12 +21,12 @@ from collectives.base.reduce_op import Op
 from collectives.engine import failure
 from collectives.engine.messages.transfers import Transfers
 from collectives.transport.base import WINDOW_BYTES
-from collectives.transport.board import Board, board_bytes
-from collectives.transport.board_control import BoardControl
 from collectives.transport.group import Group
+from collectives.transport.host.board import Board, board_bytes
+from collectives.transport.host.board_control import BoardControl
 from collectives.transport.point_to_point import Incoming, Outgoing
-from collectives.transport.threads import ThreadMemory
-from collectives.worlds import World
+from collectives.transport.threads.thread_groups import ThreadMemory
+from collectives.worlds.world import World
 
 PACKAGE = Path(collectives.__file__).parent
 Call = Callable[[World, Any], object]

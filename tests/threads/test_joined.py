@@ -11,8 +11,8 @@ import pytest
 from collectives.base.errors import MismatchError
 from collectives.base.reduce_op import Op
 from collectives.frontends import joined
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 SHAPES = ((3,), (), (0, 4), (100, 41), (7,), (20_000,))
 
@@ -37,7 +37,7 @@ def test_results_are_those_of_each_tensor(in_place: bool) -> None:
             if not in_place:
                 assert all((one == other).all() for one, other in zip(given, tensors(world.rank + step), strict=True))
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
 
 
 def test_a_rank_with_other_shapes_of_as_many_elements_is_told() -> None:
@@ -48,7 +48,7 @@ def test_a_rank_with_other_shapes_of_as_many_elements_is_told() -> None:
             joined.allreduce_apart(world, given, given, ((), ()))
         joined.allreduce_apart(world, given[1:], given[1:], ((),))
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_a_rank_that_has_joined_contributes_nothing() -> None:
@@ -59,7 +59,7 @@ def test_a_rank_that_has_joined_contributes_nothing() -> None:
             assert all((one == other).all() for one, other in zip(given, tensors(1), strict=True))
         world.join()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from collectives.engine import failure
 from collectives.engine.callers import THREAD_NAME
 from collectives.engine.handles import Handle
 from collectives.tensors.arena import Arena
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 
 def test_twenty_worlds_leave_nothing_behind() -> None:
@@ -33,7 +33,7 @@ def test_twenty_worlds_leave_nothing_behind() -> None:
         return {thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)}
 
     before = background()
-    worlds = [world for _ in range(20) for world in threads.run(2, program, make_world=World)]
+    worlds = [world for _ in range(20) for world in thread_groups.run(2, program, make_world=World)]
     assert background() <= before  # those of earlier tests may end meanwhile
     gc.collect()
     assert not [world for world in worlds if world() is not None]
@@ -42,7 +42,7 @@ def test_twenty_worlds_leave_nothing_behind() -> None:
 def test_a_world_that_has_failed_is_released_once_no_peer_touches_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then its memory stays, also that of a call in which it failed."""
     monkeypatch.setattr(failure, "_ACKNOWLEDGE_WITHIN", 0.0)
-    worlds = [World(group) for group in threads.connect(2)]
+    worlds = [World(group) for group in thread_groups.connect(2)]
     memory = worlds[0]._group.memory
     assert memory is not None
     tensor = np.ones(1000)
@@ -58,10 +58,10 @@ def test_a_world_that_has_failed_is_released_once_no_peer_touches_its_memory(mon
     worlds[0].shutdown()
     del tensor
     gc.collect()
-    World(threads.connect(1)[0]).shutdown()
+    World(thread_groups.connect(1)[0]).shutdown()
     assert memory.windows and mine() is not None, "the other rank has not noticed yet"
     worlds[1].shutdown()
-    World(threads.connect(1)[0])
+    World(thread_groups.connect(1)[0])
     assert not memory.windows
     worlds.clear()
     gc.collect()
@@ -72,7 +72,7 @@ def test_an_interrupt_is_not_lost_when_a_world_ends(monkeypatch: pytest.MonkeyPa
     """Python ignores what is raised in the callback of a weak reference, and handles a signal at its first line."""
     ignored: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
-    world = World(threads.connect(1)[0])
+    world = World(thread_groups.connect(1)[0])
     world.shutdown()
     end = weakref.ref(world)
 
@@ -102,7 +102,7 @@ def test_a_handle_that_outlives_its_world_keeps_its_result_and_no_window() -> No
         world.shutdown()
         return handle
 
-    handles = threads.run(2, program, make_world=World)
+    handles = thread_groups.run(2, program, make_world=World)
     gc.collect()
     assert [handle.wait()[0] for handle in handles] == [3, 3]
     assert not [window for window in windows if window() is not None]
@@ -111,9 +111,9 @@ def test_a_handle_that_outlives_its_world_keeps_its_result_and_no_window() -> No
 @pytest.mark.parametrize("end", ["empty_cache", "shutdown"])
 def test_dropped_results_memory_goes_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena()
-    for module in ("collectives.tensors.result_pool", "collectives.worlds"):
+    for module in ("collectives.tensors.result_pool", "collectives.worlds.world"):
         monkeypatch.setattr(sys.modules[module], "arena", arena)
-    world = World(threads.connect(1)[0])
+    world = World(thread_groups.connect(1)[0])
     tensor = np.full(1_000_000, 1.0, np.float32)
     for _ in range(3):
         tensor = world.allreduce(tensor, op=Op.SUM)
@@ -145,7 +145,7 @@ def test_a_cached_request_does_not_keep_the_tensor_of_its_first_call() -> None:
                 gc.collect()
                 assert alive() is None, (number, count)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 @pytest.mark.parametrize("elements", [100, 1 << 16, 1 << 18], ids=["window", "direct", "large"])
@@ -167,5 +167,5 @@ def test_tensors_of_a_list_that_was_proposed_in_vain_are_released(elements: int)
         gc.collect()
         return world.statistics.compared, [name for name, reference in references.items() if reference() is not None]
 
-    for compared, kept in threads.run(2, program, make_world=World):
+    for compared, kept in thread_groups.run(2, program, make_world=World):
         assert compared and not kept

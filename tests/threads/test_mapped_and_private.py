@@ -12,8 +12,8 @@ import pytest
 from collectives.plan.mapped_loops import MappedMoves, MappedReduction
 from collectives.plan.planner import Crossovers
 from collectives.tensors.arena import arena
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -30,7 +30,7 @@ def test_every_combination(count: int, size: int) -> None:
                 assert (world.broadcast(tensor, world.size - 1) == world.size).all()
                 assert (world.allreduce_(tensor, average=False) == total).all()
 
-    threads.run(size, program, make_world=World)
+    thread_groups.run(size, program, make_world=World)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -58,7 +58,7 @@ def test_all_reduces_in_place_and_out_of_place_meet(count: int, size: int, group
                     if not in_place:
                         np.testing.assert_array_equal(tensor, ramp * (world.rank + step + number))
 
-    threads.run(size, program, make_world=World)
+    thread_groups.run(size, program, make_world=World)
 
 
 @pytest.mark.parametrize(("count", "published"), [(2000, False), (2500, True), (200_001, True), (2_200_000, False)])
@@ -74,7 +74,7 @@ def test_private_tensors_are_published_where_that_is_quicker(
         for _ in range(3):
             assert (world.allreduce(tensor, average=False) == 3).all()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
     assert len(ran) == published * 2 * 3
 
 
@@ -95,7 +95,7 @@ def test_asynchronous_and_blocking_gathers_meet_after_the_settings_have_changed(
             )
             assert (result.reshape(2, -1) == [[step], [step + 1]]).all()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_a_timeline_that_begins_later_has_the_rounds_of_mapped_tensors(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_timeline_that_begins_later_has_the_rounds_of_mapped_tensors(tmp_path:
         world.barrier()
         world.stop_timeline()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
     names = [event.get("name", "") for event in json.loads(path.read_text())]
     for number in range(2):
         assert names.count(f"round {number} of segment 0") == 2 * 2  # ranks and calls
@@ -129,7 +129,7 @@ def test_broadcasts_of_mapped_tensors_are_loops_on_every_rank(monkeypatch: pytes
             tensor[:] = world.rank + step
             assert (world.broadcast_(tensor, 1) == 1 + step).all()
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
     assert len(ran) == 3 * 3
 
 
@@ -142,4 +142,4 @@ def test_asynchronous_and_blocking_reductions_of_mapped_tensors_alternate() -> N
             result = world.allreduce_async_(tensor).wait() if asynchronous else world.allreduce_(tensor)
             assert (result == step + 0.5).all()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)

@@ -10,8 +10,8 @@ import pytest
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 
 def said(call: Callable[[], object]) -> str:
@@ -24,7 +24,7 @@ def said(call: Callable[[], object]) -> str:
 
 def test_a_timeline_that_cannot_be_begun(tmp_path: Path) -> None:
     path = tmp_path / "absent" / "trace.json"
-    for text in threads.run(3, lambda world: said(lambda: world.start_timeline(path)), make_world=World):
+    for text in thread_groups.run(3, lambda world: said(lambda: world.start_timeline(path)), make_world=World):
         assert text.count("rank 0: ") == text.count("rank ") == 1, text
 
 
@@ -42,7 +42,7 @@ def test_a_world_that_has_failed() -> None:
         return [said(call), said(call)]
 
     gave_up: list[bool] = []
-    first, second = threads.run(2, program, make_world=lambda group: World(group, Config(timeout=0.3)))
+    first, second = thread_groups.run(2, program, make_world=lambda group: World(group, Config(timeout=0.3)))
     assert [text.count("rank 0: ") for text in first] == [1, 1], first
     assert [text.count("rank 1: ") for text in second] == [1, 1], second
 
@@ -58,7 +58,7 @@ def test_an_argument_that_is_refused_further_out_again() -> None:
         return said(lambda: world.allreduce(np.ones(3), name="x"))
 
     refused = "InvalidArgumentError: tensor 'x': root_rank: expected a rank, got 7"
-    first, second = threads.run(2, program, make_world=World)
+    first, second = thread_groups.run(2, program, make_world=World)
     assert first == refused.replace("InvalidArgumentError", "rank 0")
     assert f"\n  rank 0: refused its arguments: {refused}\n" in second, second
 
@@ -73,7 +73,7 @@ def test_a_failure_that_is_passed_on() -> None:
 
     heard: list[str] = []
     with pytest.raises(InvalidArgumentError):
-        threads.run(2, program, make_world=World)
+        thread_groups.run(2, program, make_world=World)
     assert heard == ["rank 1: rank 0 has failed:\nInvalidArgumentError: tensor 'x': expected numbers"]
 
 
@@ -89,7 +89,7 @@ def test_a_rank_that_leaves_early_and_what_the_others_wait_for(name: str | None)
         assert all(handle.poll() for handle in others)
         return text
 
-    text = threads.run(2, program, make_world=World)[0]
+    text = thread_groups.run(2, program, make_world=World)[0]
     assert "rank 1, which has shut down or ended" in text or "rank 1 has shut down or ended" in text, text
     assert (
         "rank 0 was waiting for allreduce 'async 0', submitted at " in text
@@ -105,5 +105,5 @@ def test_a_rank_that_leaves_early_while_the_others_wait_for_one_operation() -> N
             return ""
         return said(lambda: world.barrier())
 
-    text = threads.run(2, program, make_world=World)[0]
+    text = thread_groups.run(2, program, make_world=World)[0]
     assert "rank 0 was waiting for barrier number 0, unnamed, submitted at " in text, text

@@ -15,8 +15,8 @@ from collectives.base.errors import CollectivesError, InvalidArgumentError, Inva
 from collectives.base.reduce_op import Op
 from collectives.engine.handles import Handle
 from collectives.tensors.compression import Compression
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests.conformance import until
 
 WAYS: dict[str, tuple[Config, Any]] = {
@@ -29,7 +29,7 @@ WAYS: dict[str, tuple[Config, Any]] = {
 
 def on_every_way(program: Callable[[World], Any], size: int = 3) -> None:
     for config, hosts in WAYS.values():
-        threads.run(
+        thread_groups.run(
             size, program, hosts=hosts and hosts[:size], make_world=lambda group, config=config: World(group, config)
         )
 
@@ -92,7 +92,7 @@ def test_memory_that_an_operation_in_flight_writes_is_refused_to_another(second:
         np.testing.assert_array_equal(first.wait(), total(world))
         works(world)
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
 
 
 def test_memory_may_be_used_again_as_soon_as_the_operation_is_complete() -> None:
@@ -108,7 +108,7 @@ def test_memory_may_be_used_again_as_soon_as_the_operation_is_complete() -> None
             np.testing.assert_array_equal(b, np.arange(1.0, 7) * 10.0 ** (world.size - 1))
         assert not world._in_flight.operations
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_failed_and_refused_operations_leave_their_memory() -> None:
@@ -129,7 +129,7 @@ def test_failed_and_refused_operations_leave_their_memory() -> None:
                 handle.wait()
             assert not world._in_flight.operations
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_what_does_not_share_an_element_is_not_refused() -> None:
@@ -189,7 +189,7 @@ def test_within_a_group_every_member_reads_what_was_submitted() -> None:
                 np.testing.assert_array_equal(c, total(world))
 
     on_every_way(program)
-    threads.run(1, program, make_world=World)
+    thread_groups.run(1, program, make_world=World)
 
 
 class Halving:
@@ -241,7 +241,7 @@ def test_process_sets_share_the_rule() -> None:
         works(child)
         works(world)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_threads_of_a_rank_that_share_memory_are_told() -> None:
@@ -262,7 +262,7 @@ def test_threads_of_a_rank_that_share_memory_are_told() -> None:
             world.allreduce_(b, average=False, name="blocking")
         works(world)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_an_interrupt_while_memory_is_claimed_leaves_no_claim() -> None:
@@ -280,4 +280,4 @@ def test_an_interrupt_while_memory_is_claimed_leaves_no_claim() -> None:
         assert not in_flight.operations
         np.testing.assert_array_equal(world.allreduce_async_(tensor, op=Op.SUM, name="tensor").wait(), total(world))
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from collectives.base.config import Config
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests import persistent_scenarios
 from tests.persistent_scenarios import SCENARIOS
 
@@ -21,24 +21,24 @@ NEAR_LIMITS = {"no cache": Config(cache_capacity=0), "tiny buckets": Config(fusi
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_one_host(scenario: Scenario, size: int) -> None:
-    threads.run(size, scenario, make_world=World)
+    thread_groups.run(size, scenario, make_world=World)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_mapped_tensors(scenario: Scenario, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent_scenarios, "empty", persistent_scenarios.mapped)
-    threads.run(size, scenario, make_world=World)
+    thread_groups.run(size, scenario, make_world=World)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("hosts", SEVERAL_HOSTS, ids=str)
 def test_several_hosts(scenario: Scenario, hosts: Sequence[Sequence[int]]) -> None:
-    threads.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=World)
+    thread_groups.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=World)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("config", NEAR_LIMITS.values(), ids=NEAR_LIMITS)
 def test_near_limits(scenario: Scenario, config: Config) -> None:
-    threads.run(3, scenario, make_world=lambda group: World(group, config))
+    thread_groups.run(3, scenario, make_world=lambda group: World(group, config))

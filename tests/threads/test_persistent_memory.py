@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
-from collectives.persistent import BoundOperation
 from collectives.plan.planner import Crossovers
-from collectives.transport import backoff, threads
-from collectives.worlds import World
+from collectives.transport import backoff
+from collectives.transport.threads import thread_groups
+from collectives.worlds.persistent import BoundOperation
+from collectives.worlds.world import World
 from tests.engine_scenarios import works
 from tests.threads.test_fast_path import calls_of
 
@@ -36,7 +37,7 @@ def test_numpy_resizes_no_array_that_an_operation_holds() -> None:
         tensor.resize(1000, refcheck=False)
         works(world)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_an_array_that_shows_its_memory_in_another_way_is_reduced_as_it_was() -> None:
@@ -48,7 +49,7 @@ def test_an_array_that_shows_its_memory_in_another_way_is_reduced_as_it_was() ->
             operation()
             assert (tensor.view(np.float64) == 3).all()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 @pytest.mark.parametrize("run", [lambda operation: operation(), lambda operation: operation.start()])
@@ -74,7 +75,7 @@ def test_nothing_keeps_the_tensors_of_an_operation_that_was_freed_or_dropped(
             assert alive() is None
         works(world)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def _torch_tensor(fill: float) -> Any:
@@ -113,7 +114,7 @@ def test_a_torch_tensor_that_has_moved_is_refused_on_every_rank(grouped: bool, m
         operation.free()
         works(world)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_results_are_torch_tensors_on_memory_that_stays() -> None:
@@ -138,7 +139,7 @@ def test_results_are_torch_tensors_on_memory_that_stays() -> None:
             world.allreduce_init(lazy)
         works(world)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 @pytest.mark.parametrize("framework", ["jax", "tensorflow"])
@@ -164,7 +165,7 @@ def test_tensors_that_never_change_are_refused(framework: str) -> None:
                 call()
         works(world)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_plans_are_made_anew_when_the_settings_change() -> None:
@@ -188,7 +189,7 @@ def test_plans_are_made_anew_when_the_settings_change() -> None:
                 algorithm=algorithm, segment=0, crossovers=Crossovers(window=limit, window_moves=limit)
             )
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
 
 
 def test_the_timeline_shows_every_start(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_the_timeline_shows_every_start(tmp_path: Path) -> None:
             group()
         world.stop_timeline()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
     events = json.loads(path.read_text())
     tasks = [
         event["args"]["tensors"] for event in events if event.get("name", "").startswith(("allreduce: ", "grouped"))
@@ -227,7 +228,7 @@ def test_a_start_compares_nothing_and_plans_nothing() -> None:
         assert after.tensors - before.tensors == after.buckets - before.buckets == 40
         assert after.bytes_reduced - before.bytes_reduced == 20 * 8 * (10 + sum(range(1, 500)))
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_a_call_passes_few_functions() -> None:
@@ -235,7 +236,7 @@ def test_a_call_passes_few_functions() -> None:
         operation = world.allreduce_init(np.ones(1, np.float32))
         return calls_of(lambda _: operation())
 
-    for calls in threads.run(2, program, make_world=World):
+    for calls in thread_groups.run(2, program, make_world=World):
         assert len(calls) <= 11, calls
 
 
@@ -250,7 +251,7 @@ def test_another_thread_may_wait_for_a_start() -> None:
         waiting.join()
         assert results[0] is tensor and (tensor == 3).all()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_an_operation_is_not_copied() -> None:
@@ -261,7 +262,7 @@ def test_an_operation_is_not_copied() -> None:
                 copies(operation)
         operation()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 @pytest.mark.parametrize("step", (1, 2))
@@ -284,4 +285,4 @@ def test_no_other_thread_frees_or_starts_an_operation_within_a_call(step: int) -
         assert (memory[::step] == 3).all()
         operation.free()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)

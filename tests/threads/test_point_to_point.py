@@ -21,22 +21,22 @@ from collectives.base.errors import (
 )
 from collectives.engine.messages.matching import ANY_SOURCE
 from collectives.engine.messages.transfers import Transfers
-from collectives.transport import threads
-from collectives.transport.thread_endpoint import ThreadEndpoint
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.transport.threads.thread_endpoint import ThreadEndpoint
+from collectives.worlds.world import World
 from tests.point_to_point_scenarios import LARGE, SCENARIOS, Program, programs, run_program
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("size", (1, 2, 3, pytest.param(5, marks=pytest.mark.slow)))
 def test_scenario(scenario: Callable[[World], None], size: int) -> None:
-    threads.run(size, scenario, make_world=World)
+    thread_groups.run(size, scenario, make_world=World)
 
 
 @given(programs(5))
 @settings(max_examples=40)
 def test_a_program(program: Program) -> None:
-    threads.run(program.size, lambda world: run_program(world, program), make_world=World)
+    thread_groups.run(program.size, lambda world: run_program(world, program), make_world=World)
 
 
 def with_timeout(seconds: float) -> Callable[..., World]:
@@ -52,7 +52,7 @@ def test_a_message_that_nobody_sends_is_waited_for_within_a_bound() -> None:
             world.recv(np.zeros(3), 0, 6)
 
     with pytest.raises(CollectiveTimeoutError) as caught:
-        threads.run(2, program, make_world=with_timeout(0.3))
+        thread_groups.run(2, program, make_world=with_timeout(0.3))
     text = str(caught.value)
     if text.startswith("rank 0"):
         assert "recv from rank 1, tag 5: waited 0.3 s" in text
@@ -74,7 +74,7 @@ def test_a_large_send_that_nobody_receives() -> None:
             assert over.wait(20)
 
     over = threading.Event()
-    threads.run(2, program, make_world=with_timeout(0.3))
+    thread_groups.run(2, program, make_world=with_timeout(0.3))
 
 
 def test_synchronize_with_a_timeout_goes_on() -> None:
@@ -93,7 +93,7 @@ def test_synchronize_with_a_timeout_goes_on() -> None:
             world.barrier()
             world.send(np.ones(3), 0)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 @pytest.mark.parametrize("source", (1, ANY_SOURCE))
@@ -108,7 +108,7 @@ def test_a_sender_that_has_left(source: int) -> None:
             world.recv(None, source)
         assert ("rank 1 has" in str(caught.value)) == (source == 1)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_a_receiver_that_has_left() -> None:
@@ -119,7 +119,7 @@ def test_a_receiver_that_has_left() -> None:
         else:
             world.shutdown()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_a_rank_that_fails() -> None:
@@ -132,7 +132,7 @@ def test_a_rank_that_fails() -> None:
         assert time.monotonic() - begun < 20
 
     with pytest.raises(ZeroDivisionError):
-        threads.run(3, program, make_world=World)
+        thread_groups.run(3, program, make_world=World)
 
 
 def test_an_interrupted_recv_takes_no_later_message() -> None:
@@ -155,7 +155,7 @@ def test_an_interrupted_recv_takes_no_later_message() -> None:
             world.barrier()
             world.send(np.ones(3), 0)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def stay_until_it_has_left(world: World, rank: int) -> None:
@@ -178,7 +178,7 @@ def test_shutting_down_fails_what_is_unfinished() -> None:
         with pytest.raises(NotInitializedError, match="this world was shut down"):
             world.send(np.zeros(3), world.rank)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_shutting_down_ends_a_wait_of_another_thread() -> None:
@@ -202,7 +202,7 @@ def test_shutting_down_ends_a_wait_of_another_thread() -> None:
         thread.join(10)
         assert len(problems) == 1
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_no_thread_outlives_its_world() -> None:
@@ -214,7 +214,7 @@ def test_no_thread_outlives_its_world() -> None:
         return [thread.name for thread in threading.enumerate() if thread.name.endswith("messages")]
 
     before = len(ours())
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
     end = time.monotonic() + 10
     while len(ours()) > before and time.monotonic() < end:
         gc.collect()
@@ -236,7 +236,7 @@ def test_a_large_message_of_a_rank_that_has_left() -> None:
         with pytest.raises(RankFailedError, match="rank 0 has shut down or failed"):
             world.recv(None, 0)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_a_signal_handler_in_the_middle_of_a_message() -> None:
@@ -255,7 +255,7 @@ def test_a_signal_handler_in_the_middle_of_a_message() -> None:
         with pytest.raises(RankFailedError, match="shut down in the middle of a call"):
             handle.wait()
 
-    threads.run(1, program, make_world=World)
+    thread_groups.run(1, program, make_world=World)
 
 
 def test_a_receiver_without_memory() -> None:
@@ -274,7 +274,7 @@ def test_a_receiver_without_memory() -> None:
             with pytest.raises(MemoryError):
                 world.recv(None, 0)
 
-    threads.run(2, program, make_world=with_timeout(5))
+    thread_groups.run(2, program, make_world=with_timeout(5))
 
 
 def test_what_a_receive_leaves_to_be_sent_is_sent_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,4 +289,4 @@ def test_what_a_receive_leaves_to_be_sent_is_sent_in_the_background(monkeypatch:
             monkeypatch.setattr(ThreadEndpoint, "busy", True)
             assert (world.recv(None, 1) == 1).all() and woken == [True]
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from collectives.base.errors import InvalidArgumentError, MismatchError
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests.emulated_ranks import emulated, on_threads
 from tests.gpu_makers import EmulatedMaker
 
@@ -55,7 +55,7 @@ def test_tensors_of_a_framework(make: Any) -> None:
             handle.wait()
             np.testing.assert_array_equal(into.numpy(), peer + 1)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_torchs_bfloat16() -> None:
@@ -65,7 +65,7 @@ def test_torchs_bfloat16() -> None:
         got = world.sendrecv(torch.full((3,), 0.5, dtype=torch.bfloat16), 1 - world.rank, None, 1 - world.rank)
         assert got.dtype == torch.bfloat16 and (got == 0.5).all()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 @pytest.mark.usefixtures("kernels")

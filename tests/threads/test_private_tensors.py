@@ -7,8 +7,8 @@ import pytest
 
 import collectives
 from collectives.base.reduce_op import Op
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 BLOCK = 256 << 10
 """Elements of float32 in a block of 1 MiB, which each rank reads at once."""
@@ -36,7 +36,7 @@ def test_private_tensors(size: int, count: int, in_place: bool) -> None:
         for op, prescale in ((Op.SUM, 1.0), (Op.AVERAGE, 1.0), (Op.SUM, 2.0)):
             reduce_and_check(world, tensor, in_place, op, prescale)
 
-    threads.run(size, scenario, make_world=World)
+    thread_groups.run(size, scenario, make_world=World)
 
 
 @pytest.mark.parametrize("nbytes", [64 << 10, 4 << 20])
@@ -49,4 +49,4 @@ def test_some_tensors_are_mapped(nbytes: int) -> None:
             tensor = mapped if turn >> world.rank & 1 else private
             reduce_and_check(world, tensor, True, Op.SUM, 1.0)
 
-    threads.run(3, scenario, make_world=World)
+    thread_groups.run(3, scenario, make_world=World)

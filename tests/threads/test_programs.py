@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests.programs import Menu, Program, draw, run
 
 SEVERAL_HOSTS = (((0,), (1,)), ((0, 2), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,)))
 
 
 def carry_out(program: Program, hosts: Sequence[Sequence[int]] | None = None, reads_private: bool = True) -> None:
-    threads.run(
+    thread_groups.run(
         program.size,
         lambda world: run(world, program),
         hosts=hosts,

@@ -20,9 +20,9 @@ from collectives.base.errors import (
     RankFailedError,
 )
 from collectives.engine import timeline
-from collectives.transport import threads
 from collectives.transport.group import Group
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 
 def test_what_is_submitted_during_a_blocking_call_needs_nobody_to_wait_for_it() -> None:
@@ -50,7 +50,7 @@ def test_what_is_submitted_during_a_blocking_call_needs_nobody_to_wait_for_it() 
         thread.join(20)
         assert not thread.is_alive()
 
-    threads.run(2, program, make_world=lambda group: World(group, Config(cycle_time=0.1)))
+    thread_groups.run(2, program, make_world=lambda group: World(group, Config(cycle_time=0.1)))
 
 
 def test_threads_that_go_on_in_a_moment_do_not_count_as_stuck() -> None:
@@ -75,7 +75,7 @@ def test_threads_that_go_on_in_a_moment_do_not_count_as_stuck() -> None:
         assert not errors, errors
         assert not any(worker.is_alive() for worker in workers)
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_a_rank_may_be_in_join_for_longer_than_the_timeout_while_others_go_on() 
                 assert world.allreduce(np.ones(3), average=False)[0] == 1
         return world.join()
 
-    assert threads.run(2, program, make_world=lambda group: World(group, Config(timeout=1.5))) == [0, 0]
+    assert thread_groups.run(2, program, make_world=lambda group: World(group, Config(timeout=1.5))) == [0, 0]
 
 
 @pytest.mark.parametrize("what", ["add_process_set", "start_timeline", "tune"])
@@ -106,7 +106,7 @@ def test_what_needs_every_rank_is_refused_while_one_has_joined(what: str, tmp_pa
         np.testing.assert_array_equal(world.allreduce(np.ones(2), average=False), 2.0)
         world.join()
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
 
 
 def test_a_timeline_that_cannot_be_begun_is_an_error_on_every_rank(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_timeline_that_cannot_be_begun_is_an_error_on_every_rank(tmp_path: Pat
             world.start_timeline(3 if world.rank == 1 else tmp_path / "trace.json")  # type: ignore[arg-type]
         assert world.allreduce(np.float64(1), average=False) == world.size
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_removing_a_process_set_leaves_the_timeline_alone(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_removing_a_process_set_leaves_the_timeline_alone(tmp_path: Path) -> Non
         world.allreduce(np.ones(2), name="afterwards")
         world.stop_timeline()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
     assert [event["name"] for event in timeline.read(path) if event["ph"] == "b"].count("afterwards") >= 2
 
 
@@ -142,14 +142,14 @@ def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank_also_with_a_
             world.allgather_object(threading.Lock() if world.rank == 1 else 1, name="thing")
         assert world.allgather_object(world.rank, name="thing") == list(range(world.size))
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_a_log_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     def make_world(group: Group) -> World:
         return World(group, Config(autotune=True, autotune_log=str(tmp_path / "no" / "log.csv")))
 
-    assert threads.run(2, lambda world: world.allreduce(1, average=False), make_world=make_world) == [2, 2]
+    assert thread_groups.run(2, lambda world: world.allreduce(1, average=False), make_world=make_world) == [2, 2]
 
 
 def test_shutting_down_ends_what_another_thread_waits_for() -> None:
@@ -180,7 +180,7 @@ def test_shutting_down_ends_what_another_thread_waits_for() -> None:
                 caught[0]
             )
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_an_interrupt_just_before_the_lock_is_released_leaves_it_free() -> None:
@@ -203,7 +203,7 @@ def test_an_interrupt_just_before_the_lock_is_released_leaves_it_free() -> None:
             world.allreduce_async(np.ones(2), name="interrupted").wait()
         assert world.allreduce(np.float64(1), average=False) == world.size
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_after_shutdown_everything_is_refused_by_name(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_after_shutdown_everything_is_refused_by_name(tmp_path: Path) -> None:
             with pytest.raises(NotInitializedError, match="shut down"):
                 call()
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_tuning_from_different_starts_is_a_mismatch() -> None:
@@ -238,7 +238,7 @@ def test_tuning_from_different_starts_is_a_mismatch() -> None:
         assert world.tuning is None
         assert world.allreduce(np.float64(1), average=False) == world.size
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_sets_of_sets_are_called_by_the_outermost_numbers() -> None:
@@ -250,7 +250,7 @@ def test_sets_of_sets_are_called_by_the_outermost_numbers() -> None:
             if grandchild is not None:
                 assert grandchild.ranks == (2, 3)
 
-    threads.run(4, program, make_world=World)
+    thread_groups.run(4, program, make_world=World)
 
 
 def test_a_refusal_names_the_rank_and_the_tensor() -> None:
@@ -261,7 +261,7 @@ def test_a_refusal_names_the_rank_and_the_tensor() -> None:
         ):
             world.broadcast(np.ones(2), 7, name="bias")
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_a_thread_that_bears_the_number_of_one_that_called_and_ended_is_not_waited_for() -> None:
@@ -283,7 +283,7 @@ def test_a_thread_that_bears_the_number_of_one_that_called_and_ended_is_not_wait
         finally:
             over.set()
 
-    threads.run(2, program, make_world=World, timeout=30)
+    thread_groups.run(2, program, make_world=World, timeout=30)
 
 
 def test_a_plan_that_cannot_be_made_fails_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,11 +299,11 @@ def test_a_plan_that_cannot_be_made_fails_on_every_rank(monkeypatch: pytest.Monk
         with pytest.raises(RankFailedError, match="no memory for the plan"):
             world.allreduce(np.ones(3))
 
-    threads.run(2, program, make_world=World, timeout=5)
+    thread_groups.run(2, program, make_world=World, timeout=5)
 
 
 def test_a_forked_child_does_not_speak_for_a_world_that_has_failed() -> None:
-    groups = threads.connect(2)
+    groups = thread_groups.connect(2)
     world, peer = (World(group) for group in groups)
     world.fail("something else went wrong")
     world.after_fork()
@@ -326,4 +326,4 @@ def test_a_rank_that_has_left_begins_nothing() -> None:
             with pytest.raises(NotInitializedError):
                 world.allreduce(np.ones(3))
 
-    threads.run(2, program, make_world=World, timeout=30)
+    thread_groups.run(2, program, make_world=World, timeout=30)

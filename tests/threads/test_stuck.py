@@ -14,8 +14,8 @@ import pytest
 
 from collectives.base.errors import MismatchError
 from collectives.engine import callers, stall
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 
 def until_told(world: World, told: list[BaseException]) -> None:
@@ -62,7 +62,7 @@ def test_a_thread_that_has_called_and_does_nothing_hides_nobody(
         assert world.allreduce(np.float64(1), average=False) == world.size
 
     begun = time.monotonic()
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
     assert time.monotonic() - begun < 15
 
 
@@ -84,7 +84,7 @@ def test_a_thread_that_computes_may_call_when_it_is_done(monkeypatch: pytest.Mon
         worker.join()
         assert not told
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_a_thread_may_wait_for_one_that_computes_and_call_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_a_thread_may_wait_for_one_that_computes_and_call_then(monkeypatch: pyte
         worker.join()
         assert not told
 
-    threads.run(2, program, make_world=World)
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_only_waits_without_a_bound_count_as_parked() -> None:

@@ -13,10 +13,10 @@ import pytest
 from collectives.base.config import Config
 from collectives.base.reduce_op import Op
 from collectives.engine import timeline
-from collectives.transport import threads
 from collectives.transport.group import Group
+from collectives.transport.threads import thread_groups
 from collectives.tuning.search import TunedSettings
-from collectives.worlds import World
+from collectives.worlds.world import World
 
 
 def train(world: World, steps: int) -> list[tuple[TunedSettings, bool]]:
@@ -49,7 +49,7 @@ def test_all_ranks_are_tuned_alike_and_come_to_an_end(size: int, tmp_path: Path)
         )
         return World(group, config)
 
-    histories = threads.run(size, lambda world: train(world, 30), make_world=make_world)
+    histories = thread_groups.run(size, lambda world: train(world, 30), make_world=make_world)
     assert all(history == histories[0] for history in histories)
     assert histories[0][-1][1], "the search has not ended"
     assert len({settings for settings, _ in histories[0]}) > 1, "nothing was tried"
@@ -65,7 +65,7 @@ def test_what_was_set_by_hand_is_left_alone() -> None:
         fusion_threshold=3 << 20,
         algorithm="ring",
     )
-    for history in threads.run(2, lambda world: train(world, 24), make_world=lambda group: World(group, config)):
+    for history in thread_groups.run(2, lambda world: train(world, 24), make_world=lambda group: World(group, config)):
         assert {(settings.fusion_threshold, settings.algorithm) for settings, _ in history} == {(3 << 20, "ring")}
 
 
@@ -75,7 +75,7 @@ def test_tuning_can_begin_later_and_anywhere() -> None:
         return train(world, 20)
 
     config = Config(autotune_warmup=1, autotune_samples=5, autotune_steps=1)
-    first, second = threads.run(2, program, make_world=lambda group: World(group, config))
+    first, second = thread_groups.run(2, program, make_world=lambda group: World(group, config))
     assert first == second and first[-1][1]
     assert (first[0][0].fusion_threshold, first[0][0].algorithm) == (1 << 20, "recursive-doubling")
 
@@ -93,7 +93,7 @@ def test_a_timeline_holds_what_all_ranks_did(tmp_path: Path) -> None:
         world.stop_timeline()
         world.allreduce(np.ones(3), name="afterwards")
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
     events = timeline.read(path)
     assert {event["pid"] for event in events if event["pid"] < timeline.FIRST_ROW} == {0, 1, 2}
     for rank in range(3):
@@ -123,7 +123,7 @@ def test_a_timeline_has_the_rows_that_readers_of_horovods_look_for(tmp_path: Pat
             pair.allreduce(np.ones(3), name="loss")
         world.stop_timeline()
 
-    threads.run(3, program, make_world=World)
+    thread_groups.run(3, program, make_world=World)
     assert not (tmp_path / "another.json").exists()
     rows: dict[int, str] = {}
     phases: dict[str, list[str]] = {}
@@ -167,7 +167,7 @@ def test_a_broadcast_of_the_parameters_comes_first(caplog: pytest.LogCaptureFixt
 
     config = Config(autotune=True, autotune_warmup=1, autotune_samples=6, autotune_steps=1)
     with caplog.at_level(logging.INFO, "collectives"):
-        histories = threads.run(2, program, make_world=lambda group: World(group, config))
+        histories = thread_groups.run(2, program, make_world=lambda group: World(group, config))
     assert histories[0] == histories[1] and histories[0][-1][1], "the search has not ended"
     told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("autotune: ")]
     assert len(told) == 8, told
@@ -196,7 +196,7 @@ def test_what_was_not_sampled_is_said_at_the_end(
 
     config = Config(autotune=True, autotune_warmup=1, autotune_samples=6, autotune_steps=2)
     with caplog.at_level(logging.INFO, "collectives"):
-        threads.run(2, program, make_world=lambda group: World(group, config))
+        thread_groups.run(2, program, make_world=lambda group: World(group, config))
     found = [record for record in caplog.records if said in record.getMessage()]
     assert [record.levelno for record in found] == [level], caplog.text
 
@@ -220,7 +220,7 @@ def test_groups_keep_their_names(tmp_path: Path) -> None:
 
     # One thread a rank submits, so that the numbers of the unnamed are known: the first call that has no name is
     # start_timeline.
-    shown = threads.run(2, program, make_world=World)[0]
+    shown = thread_groups.run(2, program, make_world=World)[0]
     assert shown == [
         "<Handle grouped_allreduce 'gradients' of 2 tensors: done>",
         "<Handle allreduce 'gradients[1]': done>",

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests.scenarios import SCENARIOS
 
 ONE_HOST = (1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 7)))
@@ -23,16 +23,16 @@ SEVERAL_HOSTS = (
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("size", ONE_HOST)
 def test_one_host(scenario: Callable[[World], None], size: int) -> None:
-    threads.run(size, scenario, make_world=World)
+    thread_groups.run(size, scenario, make_world=World)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("hosts", SEVERAL_HOSTS, ids=str)
 def test_several_hosts(scenario: Callable[[World], None], hosts: Sequence[Sequence[int]]) -> None:
-    threads.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=World)
+    thread_groups.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=World)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_without_direct_reads(scenario: Callable[[World], None]) -> None:
-    threads.run(3, scenario, reads_private=False, make_world=World)
+    thread_groups.run(3, scenario, reads_private=False, make_world=World)

@@ -9,10 +9,10 @@ import pytest
 
 from collectives.base.dtypes import SUPPORTED
 from collectives.base.errors import TransportError
-from collectives.transport.at_once import RingsAtOnce
 from collectives.transport.base import Array
+from collectives.transport.host.at_once import RingsAtOnce
+from collectives.transport.host.rings import DONE, EAGER, READY, Post, Reader, Writer, post_bytes
 from collectives.transport.point_to_point import DTYPE_CODE, Outgoing
-from collectives.transport.rings import DONE, EAGER, READY, Post, Reader, Writer, post_bytes
 
 RANKS = 2
 LOOKS = 3

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from collectives.base.errors import RankFailedError
-from collectives.transport.board import FAILED, Board, board_bytes
+from collectives.transport.host.board import FAILED, Board, board_bytes
 
 _PID = 2
 

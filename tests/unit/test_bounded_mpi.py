@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError, TransportError
-from collectives.transport import bounded_mpi
-from collectives.transport.bounded_mpi import Waiter, barrier_then, forget
+from collectives.transport.mpi import bounded_mpi
+from collectives.transport.mpi.bounded_mpi import Waiter, barrier_then, forget
 
 
 def gone() -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import collectives
-from collectives import capabilities
+from collectives.worlds import capabilities
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
-from collectives.transport.channel import Channel
-from collectives.transport.mpi_messages import MpiMessages
-from collectives.transport.mpi_words import MpiWords
-from collectives.transport.notices import Notice
+from collectives.transport.mpi.channel import Channel
+from collectives.transport.mpi.mpi_messages import MpiMessages
+from collectives.transport.mpi.mpi_words import MpiWords
+from collectives.transport.tcp.notices import Notice
 
 
 class Interrupt(KeyboardInterrupt):

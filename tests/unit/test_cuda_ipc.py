@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from collectives.device.protocol import Allocation, active
-from collectives.transport import cuda_ipc
-from collectives.transport.cuda_ipc import WORDS, IpcMemory, Mappings
+from collectives.transport.cuda import cuda_ipc
+from collectives.transport.cuda.cuda_ipc import WORDS, IpcMemory, Mappings
 from tests import host_kernels
 from tests.emulated_cuda import EmulatedDevice
 

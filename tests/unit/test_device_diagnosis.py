@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from collectives import capabilities
 from collectives.device import diagnosis, libcuda
 from collectives.launch import report
+from collectives.worlds import capabilities
 from tests.fake_cupy import FakeCupy, build_library
 
 BROKEN = (

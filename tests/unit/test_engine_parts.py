@@ -21,7 +21,7 @@ from collectives.engine.negotiation import Request
 from collectives.engine.overlaps import InFlight
 from collectives.engine.progress import Progress
 from collectives.engine.submissions import Submissions
-from collectives.transport.service import Service
+from collectives.transport.tcp.service import Service
 
 
 def operation(name: str | None = None, nbytes: int = 8, collective: str = "allreduce") -> Handle:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from collectives import failures
+from collectives.worlds import failures
 
 PRELUDE = """
 import os, sys
-from collectives import failures
+from collectives.worlds import failures
 def abort(code):
     print("ABORT", code, flush=True)
     os._exit(code)

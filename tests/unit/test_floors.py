@@ -29,6 +29,7 @@ ORDER = (
     "engine",
     "tuning",
     "cuda",
+    "worlds",
     "face",
     "frontends",
     "adapters",
@@ -142,8 +143,8 @@ def test_what_uses_the_cpu_only_imports_nothing_of_gpus() -> None:
 import json, sys
 import numpy
 import collectives
-from collectives.transport.threads import run
-from collectives.worlds import World
+from collectives.transport.threads.thread_groups import run
+from collectives.worlds.world import World
 
 def of_a_rank(world):
     tensor = numpy.ones(1000, numpy.float32)

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from collectives.base.errors import RankFailedError, TransportError
-from collectives.transport import backoff, mpi_heart
-from collectives.transport.heart import Heart
-from collectives.transport.mesh import Mesh
-from collectives.transport.mpi_heart import MpiHeart
-from collectives.transport.notices import Notice
+from collectives.transport import backoff
+from collectives.transport.mpi import mpi_heart
+from collectives.transport.mpi.mpi_heart import MpiHeart
+from collectives.transport.tcp.heart import Heart
+from collectives.transport.tcp.mesh import Mesh
+from collectives.transport.tcp.notices import Notice
 
 LONG = 30.0
 """A timeout that no test outlasts."""

@@ -13,8 +13,8 @@ from collectives.schedules import direct, hierarchical
 from collectives.schedules.races import races
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.verify import verify
-from collectives.transport.simulated import simulate
-from collectives.transport.simulated_links import Network
+from collectives.transport.simulation.simulated import simulate
+from collectives.transport.simulation.simulated_links import Network
 
 Hosts = tuple[tuple[int, ...], ...]
 

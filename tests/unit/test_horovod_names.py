@@ -127,7 +127,7 @@ print(json.dumps([missing, public, again, importlib.reload(horovod.torch) is hor
 
 
 GRADIENTS = """import collectives, {import_} as _, os
-from collectives import runtime
+from collectives.worlds import runtime
 collectives.init()
 print(json.dumps([runtime.world().config.gradients, os.environ.get("COLLECTIVES_GRADIENTS")]))"""
 
@@ -392,7 +392,7 @@ def test_the_version_of_horovodrun(capsys: pytest.CaptureFixture[str], monkeypat
 def test_what_is_built_is_said_as_horovodrun_says_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collectives.capabilities, "nccl_built", lambda: 22304)
+    monkeypatch.setattr(collectives.worlds.capabilities, "nccl_built", lambda: 22304)
     cli.main(["--as-horovod", "--check-build"])
     output = capsys.readouterr().out
     for name, package in (("PyTorch", "torch"), ("TensorFlow", "tensorflow")):

@@ -13,12 +13,12 @@ from collectives.base.config import Config
 from collectives.base.errors import MismatchError, TransportError
 from collectives.base.reduce_op import Op
 from collectives.plan.planner import Placement, Planner
-from collectives.transport import threads
 from collectives.transport.group import Group
-from collectives.transport.network_control import NetworkControl
-from collectives.transport.tcp_messages import TcpMessages
-from collectives.transport.tcp_words import TcpWords
-from collectives.worlds import World
+from collectives.transport.tcp.network_control import NetworkControl
+from collectives.transport.tcp.tcp_messages import TcpMessages
+from collectives.transport.tcp.tcp_words import TcpWords
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 from tests import loopback_links
 from tests.loopback_links import LoopbackLinks, raised
 from tests.scenarios import assert_close, expected, ops_for, sample
@@ -112,7 +112,7 @@ def test_shapes_that_differ_are_an_error_on_every_rank_and_the_next_call_works()
 
 
 def test_without_tcp_no_data_travels_inline() -> None:
-    world = World(threads.connect(1)[0])
+    world = World(thread_groups.connect(1)[0])
     assert not world.planner.placement.carries
     one_host = Planner(Placement(0, 2, ((0, 1),), True, True, carries=True))
     assert not one_host.choose("allreduce", 4).inline

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
-from collectives.transport.issue_order import Turn
+from collectives.transport.cuda.issue_order import Turn
 
 
 class Holder:

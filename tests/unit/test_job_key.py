@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from collectives.base.errors import InvalidArgumentError, TransportError
-from collectives.transport import job_key
+from collectives.transport.stores import job_key
 
 
 def test_the_environment_gives_it() -> None:

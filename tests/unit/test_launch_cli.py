@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from collectives import capabilities
 from collectives.base.config import ALGORITHMS, Config
 from collectives.base.errors import InvalidArgumentError
 from collectives.launch import cli, command_line, job, mpirun, options, rank_environment, report
@@ -24,6 +23,7 @@ from collectives.launch.mpirun import Launcher, Vendor
 from collectives.launch.output import Output
 from collectives.launch.rank import pack, unpack
 from collectives.launch.ssh import Ssh
+from collectives.worlds import capabilities
 
 
 @pytest.fixture(autouse=True)

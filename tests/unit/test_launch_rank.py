@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from collectives import failures
 from collectives.launch import rank
+from collectives.worlds import failures
 
 PLACE = {"PATH": os.environ["PATH"], "PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
 
@@ -60,7 +60,7 @@ def test_what_exits_records_is_passed_on_even_from_a_process_below(tmp_path: Pat
     record = f"""
 import os, sys
 sys.path.insert(0, {os.path.dirname(os.path.dirname(failures.__file__))!r})
-from collectives import failures
+from collectives.worlds import failures
 failures.record(os.environ[failures.RECORDS], 3, failures.Failure(4, "é" * 20_000 + "the reason", True))
 failures.record(os.environ[failures.RECORDS], 3, failures.Failure(5, "later"))
 """

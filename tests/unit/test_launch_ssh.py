@@ -14,7 +14,7 @@ import pytest
 from collectives.base.errors import InvalidArgumentError, MissingDependencyError
 from collectives.launch import ssh
 from collectives.launch.ssh import Ssh
-from collectives.transport import network
+from collectives.transport.tcp import network
 
 STANDS_IN = """#!/bin/sh
 echo "$@" >> "$0.calls"

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from collectives.tensors.arena import MAPPED, Arena
-from collectives.transport import mapped_memory, threads
-from collectives.transport.board import PIECES
-from collectives.transport.mapped_memory import MappedMemory
+from collectives.transport.host import mapped_memory
+from collectives.transport.host.board import PIECES
+from collectives.transport.host.mapped_memory import MappedMemory
+from collectives.transport.threads import thread_groups
 
 BYTE = np.dtype(np.uint8)
 
@@ -29,7 +30,7 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
 
 
 def ranks() -> tuple[MappedMemory, MappedMemory]:
-    first, second = (group.memory.mapped for group in threads.connect(2) if group.memory is not None)
+    first, second = (group.memory.mapped for group in thread_groups.connect(2) if group.memory is not None)
     assert first is not None and second is not None
     return first, second
 

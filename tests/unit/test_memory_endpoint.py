@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from collectives.transport.board import Board, board_bytes
-from collectives.transport.memory_endpoint import MemoryEndpoint
+from collectives.transport.host.board import Board, board_bytes
+from collectives.transport.host.memory_endpoint import MemoryEndpoint
+from collectives.transport.host.rings import Post, post_bytes
 from collectives.transport.point_to_point import Incoming, Outgoing
-from collectives.transport.rings import Post, post_bytes
 
 RANKS = 2
 

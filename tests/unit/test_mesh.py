@@ -24,11 +24,11 @@ from collectives.base.errors import (
     RankFailedError,
     TransportError,
 )
-from collectives.transport import listener, network
-from collectives.transport.authentication import Verification, make_key
-from collectives.transport.listener import MOST_UNPROVED, Listener, dial
-from collectives.transport.mesh import Inbox, Mesh
-from collectives.transport.service import Service
+from collectives.transport.tcp import listener, network
+from collectives.transport.tcp.authentication import Verification, make_key
+from collectives.transport.tcp.listener import MOST_UNPROVED, Listener, dial
+from collectives.transport.tcp.mesh import Inbox, Mesh
+from collectives.transport.tcp.service import Service
 
 KEY = make_key()
 HAS_IPV6 = any("::1" in known for known in network.addresses().values())
@@ -157,7 +157,7 @@ def test_connections_are_taken_while_others_begin_to_be_served() -> None:
 
 def test_a_rank_that_has_ended_and_one_that_does_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = meshes(2, KEY)
-    monkeypatch.setattr("collectives.transport.mesh._REFUSED_WITHIN", 0.1)
+    monkeypatch.setattr("collectives.transport.tcp.mesh._REFUSED_WITHIN", 0.1)
     with pytest.raises(CollectiveTimeoutError, match=r"rank 0: waited 0.1 s for a connection from rank 1 on"):
         ranks[0].open(1, "words", 0.1)
     ranks[0].close()
@@ -167,7 +167,7 @@ def test_a_rank_that_has_ended_and_one_that_does_not_come_are_named(monkeypatch:
 
 
 def test_a_dial_is_bounded_where_the_network_s_thread_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectives.transport.mesh.DIAL_WITHIN", 0.01)
+    monkeypatch.setattr("collectives.transport.tcp.mesh.DIAL_WITHIN", 0.01)
     ranks, gate = meshes(2), threading.Event()
     ranks[1].service.call(gate.wait, 20)
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1: waited 0.05 s for a connection to rank 0 on "):
@@ -309,8 +309,8 @@ def test_a_flood_leaves_time_for_what_else_the_service_does(service: Service, mo
 
 
 def test_a_rank_whose_connections_are_dropped_dials_until_it_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectives.transport.mesh._REFUSED_WITHIN", 0.0)
-    monkeypatch.setattr("collectives.transport.mesh._ANSWER_WITHIN", 0.0)
+    monkeypatch.setattr("collectives.transport.tcp.mesh._REFUSED_WITHIN", 0.0)
+    monkeypatch.setattr("collectives.transport.tcp.mesh._ANSWER_WITHIN", 0.0)
     ranks = meshes(2, KEY)
     with socket.create_server(("127.0.0.1", 0)) as flooded:
         flooded.settimeout(20)
@@ -349,7 +349,7 @@ def test_a_rank_that_drops_every_connection_is_named(monkeypatch: pytest.MonkeyP
     async def dropped(*arguments: object) -> socket.socket:
         raise ConnectionResetError("reset")
 
-    monkeypatch.setattr("collectives.transport.mesh.dial", dropped)
+    monkeypatch.setattr("collectives.transport.tcp.mesh.dial", dropped)
     with pytest.raises(TransportError, match=r"rank 1: rank 0 on .* has dropped every connection .* for 0\.1 s"):
         ranks[1].dial(0, "words", 0.1)
     for mesh in ranks:
@@ -482,7 +482,7 @@ def test_hosts_of_which_some_have_no_ipv4_use_ipv6(monkeypatch: pytest.MonkeyPat
 
 @needs_ipv6
 def test_ranks_reach_each_other_by_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectives.transport.mesh._REFUSED_WITHIN", 0.0)
+    monkeypatch.setattr("collectives.transport.tcp.mesh._REFUSED_WITHIN", 0.0)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         joining = [
             pool.submit(Mesh.join, exchange, rank, KEY, interface="::1") for rank, exchange in enumerate(exchanges(2))

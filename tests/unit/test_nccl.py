@@ -27,8 +27,8 @@ from collectives.base.reduce_op import Op
 from collectives.cuda.launches import Message, Stage
 from collectives.cuda.messages import NcclMessages
 from collectives.device import nccl_binding
-from collectives.transport import nccl, nccl_elements, nccl_library
-from collectives.transport.watchdog import Watch, _WorkInFlight
+from collectives.transport.cuda import nccl, nccl_elements, nccl_library
+from collectives.transport.cuda.watchdog import Watch, _WorkInFlight
 from tests.emulated_nccl import EmulatedCommunicator, EmulatedNccl
 from tests.fake_cupy import checked, signatures
 

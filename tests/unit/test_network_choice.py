@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from collectives.transport.network_choice import SIZES, choose, ratio
+from collectives.transport.mpi.network_choice import SIZES, choose, ratio
 
 
 class Clock:

@@ -46,13 +46,13 @@ def test_calls_load_no_masked_arrays() -> None:
     """Their import suppresses errors, those of signal handlers too, and takes as long as a thousand calls."""
     program = """
 import collectives, numpy as np
-from collectives.transport import threads
-from collectives.worlds import World
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 own = np.arange(9).view(type("Own", (np.ndarray,), {}))
 def program(world):
     world.grouped_allreduce([own, np.ones(3)])
     world.grouped_allreduce_([collectives.zeros(9000), collectives.zeros(9000)])
-threads.run(2, program, make_world=World)
+thread_groups.run(2, program, make_world=World)
 print(json.dumps("numpy.ma" in sys.modules))"""
     assert outcome(program) is False
 
@@ -64,7 +64,7 @@ print(json.dumps("numpy.ma" in sys.modules))"""
         "import collectives\nnames = [*collectives.__all__]",
         "from collectives import *\nnames = dir()",
         "from collectives import MismatchError\nimport collectives\nnames = vars(collectives)",
-        "import collectives.worlds\nnames = [name for name in collectives.__all__ if hasattr(collectives, name)]",
+        "import collectives.worlds.world\nnames = [name for name in collectives.__all__ if hasattr(collectives, name)]",
         "import pickle\npickle.loads(b'ccollectives\\nallreduce\\n.')\nimport collectives\nnames = vars(collectives)",
         "from threading import Thread\nimport collectives\nnames = []\n"
         "use = lambda name: names.extend([name] * callable(getattr(collectives, name)))\n"

@@ -12,7 +12,7 @@ from collectives.schedules.algorithm import Algorithm
 from collectives.schedules.races import races
 from collectives.schedules.schedule import Schedule, StepKind
 from collectives.schedules.verify import verify
-from collectives.transport.simulated import replay
+from collectives.transport.simulation.simulated import replay
 
 REGISTERED = [
     registry.find(collective, name)

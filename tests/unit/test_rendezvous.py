@@ -26,8 +26,9 @@ from collectives.base.errors import (
     TransportError,
 )
 from collectives.base.places import Spot, ports_of
-from collectives.transport import meeting, network, rendezvous
-from collectives.transport.rendezvous import NOTHING, Asked, Place, asked, exchange_of, find
+from collectives.transport.stores import meeting, rendezvous
+from collectives.transport.stores.rendezvous import NOTHING, Asked, Place, asked, exchange_of, find
+from collectives.transport.tcp import network
 from tests.ports import free_port
 from tests.unit.test_store_exchange import LocalStore
 
@@ -346,7 +347,7 @@ def test_torchruns_variables_without_torch(
 RANK = """
 import os, sys, threading
 from collectives.base.config import Config
-from collectives.transport.rendezvous import exchange_of, find
+from collectives.transport.stores.rendezvous import exchange_of, find
 import torch.distributed as dist
 GROUP = dict(backend="gloo", init_method="env://")
 if sys.argv[1] == "before":

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.memory import is_mapped
 from collectives.tensors.arena import MAPPED_FROM, arena
 from collectives.tensors.result_pool import THRESHOLD, ResultPool
+from collectives.worlds.memory import is_mapped
 
 MIB = 1 << 20
 
@@ -242,7 +242,7 @@ def test_what_a_child_may_look_at_is_not_used_again() -> None:
     program = textwrap.dedent(
         """
         import os, numpy
-        from collectives.memory import is_mapped
+        from collectives.worlds.memory import is_mapped
         from collectives.tensors.result_pool import ResultPool
         pool = ResultPool(1 << 26)
         results = [pool.empty(1 << 22, "u1") for _ in range(2)]

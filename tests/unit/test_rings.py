@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.transport.rings import Post, Reader, Writer, post_bytes, ring_bytes
+from collectives.transport.host.rings import Post, Reader, Writer, post_bytes, ring_bytes
 
 RANKS = 1000
 """So many that the rings are small."""

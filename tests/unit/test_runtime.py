@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import collectives
-from collectives import runtime
+from collectives.worlds import runtime
 
 
 class InterruptedOnce:

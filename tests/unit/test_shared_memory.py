@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from collectives.base.errors import RankFailedError
-from collectives.transport import shared_memory
-from collectives.transport.board import FAILED
+from collectives.transport.host import shared_memory
+from collectives.transport.host.board import FAILED
 
 PEER = """
 import pickle, sys
-from collectives.transport import shared_memory
-from collectives.transport.board import FAILED
+from collectives.transport.host import shared_memory
+from collectives.transport.host.board import FAILED
 import numpy as np
 
 def exchange(value):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from collectives.base.errors import TransportError
-from collectives.objects import Objects
+from collectives.worlds.objects import Objects
 from tests.hostile import Bomb
 
 KEY = b"k" * 32

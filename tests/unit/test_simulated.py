@@ -17,8 +17,8 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.schedules import direct, hierarchical, tree
 from collectives.schedules.partition import split
 from collectives.schedules.schedule import Round, Schedule, receive, reduce, send
-from collectives.transport.simulated import Report, simulate
-from collectives.transport.simulated_links import Network
+from collectives.transport.simulation.simulated import Report, simulate
+from collectives.transport.simulation.simulated_links import Network
 
 LATENCY, BANDWIDTH = 5e-6, 12.5e9
 NETWORK = Network(LATENCY, BANDWIDTH)

@@ -12,11 +12,11 @@ from datetime import timedelta
 import pytest
 
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, TransportError
-from collectives.transport import store as module
-from collectives.transport.authentication import Verification, make_key
-from collectives.transport.listener import dial
-from collectives.transport.service import Service
-from collectives.transport.store import MOST_VALUE, Store, StoreServer
+from collectives.transport.stores import store as module
+from collectives.transport.stores.store import MOST_VALUE, Store, StoreServer
+from collectives.transport.tcp.authentication import Verification, make_key
+from collectives.transport.tcp.listener import dial
+from collectives.transport.tcp.service import Service
 
 KEY = make_key()
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from collectives.transport.signed_store import SignedStore
-from collectives.transport.store_beats import StoreBeats
+from collectives.transport.stores.signed_store import SignedStore
+from collectives.transport.stores.store_beats import StoreBeats
 from tests.unit.test_store_exchange import LocalStore
 
 SIZE, TIMEOUT = 4, 5.0

@@ -21,12 +21,12 @@ from collectives.base.errors import (
     RankFailedError,
     TransportError,
 )
-from collectives.transport import tcp
-from collectives.transport.authentication import make_key
-from collectives.transport.mesh import Mesh
-from collectives.transport.service import Service
-from collectives.transport.store import Store, StoreServer
-from collectives.transport.store_exchange import StoreExchange
+from collectives.transport.stores.store import Store, StoreServer
+from collectives.transport.stores.store_exchange import StoreExchange
+from collectives.transport.tcp import tcp_groups
+from collectives.transport.tcp.authentication import make_key
+from collectives.transport.tcp.mesh import Mesh
+from collectives.transport.tcp.service import Service
 
 
 class LocalStore:
@@ -291,7 +291,7 @@ def test_a_rank_that_fails_before_it_has_connected_leaves_nobody_waiting(
 
     failed = pool.submit(fail)
     with pytest.raises(RankFailedError, match=r"rank 0: rank 1 failed in init.*KeyboardInterrupt"):
-        tcp.connect(exchanges[0], 0, None, Config(timeout=20), exchanges[0].look_for_failures)
+        tcp_groups.connect(exchanges[0], 0, None, Config(timeout=20), exchanges[0].look_for_failures)
     failed.result(20)
 
 

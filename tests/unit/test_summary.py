@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collectives.plan.planner import Placement
-from collectives.summary import describe, mpi_version
+from collectives.worlds.summary import describe, mpi_version
 
 
 @pytest.mark.parametrize(

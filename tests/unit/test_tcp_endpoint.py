@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from collectives.base.errors import RankFailedError
-from collectives.transport import tcp_endpoint
 from collectives.transport.point_to_point import Outgoing
-from collectives.transport.tcp_endpoint import TcpEndpoint
+from collectives.transport.tcp import tcp_endpoint
+from collectives.transport.tcp.tcp_endpoint import TcpEndpoint
 
 NBYTES = 40 << 20
 """More than the system keeps for a connection."""

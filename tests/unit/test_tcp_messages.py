@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
-from collectives.transport import tcp_channel
-from collectives.transport.tcp_channel import TcpChannel
-from collectives.transport.tcp_messages import LANES_FROM, TcpMessages
+from collectives.transport.tcp import tcp_channel
+from collectives.transport.tcp.tcp_channel import TcpChannel
+from collectives.transport.tcp.tcp_messages import LANES_FROM, TcpMessages
 from tests import loopback_links
 from tests.loopback_links import LoopbackLinks, raised
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
-from collectives.transport import tcp_channel
-from collectives.transport.board import max_words
-from collectives.transport.network_control import NetworkControl
-from collectives.transport.tcp_channel import TcpChannel
-from collectives.transport.tcp_words import TcpWords
+from collectives.transport.host.board import max_words
+from collectives.transport.tcp import tcp_channel
+from collectives.transport.tcp.network_control import NetworkControl
+from collectives.transport.tcp.tcp_channel import TcpChannel
+from collectives.transport.tcp.tcp_words import TcpWords
 from tests import loopback_links
 from tests.loopback_links import raised
 

@@ -14,7 +14,7 @@ from collectives.schedules import direct, hierarchical, tree
 from collectives.schedules.races import races
 from collectives.schedules.schedule import Round, Schedule, Step, StepKind, copy, receive, reduce, send
 from collectives.schedules.verify import ScheduleError, verify
-from collectives.transport.simulated import replay
+from collectives.transport.simulation.simulated import replay
 
 HOSTS = {
     "two hosts": ((0, 1), (2, 3)),

@@ -16,7 +16,7 @@ import pytest
 from collectives.base.wake_up import WakeUp
 from collectives.engine.callers import Callers
 from collectives.engine.messages.transfers import Transfers
-from collectives.transport.service import Service
+from collectives.transport.tcp.service import Service
 
 
 class Interrupt(KeyboardInterrupt):

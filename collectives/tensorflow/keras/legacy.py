@@ -17,8 +17,6 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
 from collectives.frontends.keras_optimizer import checked_layers, distributed_class
-from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set
 from collectives.tensorflow.aggregation import Aggregation
 from collectives.tensorflow.gradients import GradientReduction
 from collectives.tensorflow.optimizer_reduction import OptimizerReduction
@@ -26,6 +24,8 @@ from collectives.tensorflow.reduction_tracking import clear_pending, mark_tensor
 from collectives.tensorflow.tape import trainable_weights
 from collectives.tensors import detection
 from collectives.tensors.compression import Compression
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import global_process_set
 
 Optimizer = TypeVar("Optimizer")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import collectives
-from collectives import runtime
 from collectives.base.errors import InvalidArgumentError
+from collectives.worlds import runtime
 
 
 class HorovodBasics:

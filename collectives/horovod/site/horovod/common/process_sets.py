@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from collectives import ProcessSet, global_process_set, remove_process_set, runtime
+from collectives import ProcessSet, global_process_set, remove_process_set
+from collectives.worlds import runtime
 
 
 def add_process_set(process_set: Any) -> ProcessSet:

@@ -1,0 +1,1 @@
+"""GPUs: CUDA IPC, NCCL, and the order and the end of the work that they wait for."""

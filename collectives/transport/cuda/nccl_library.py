@@ -1,0 +1,270 @@
+"""The installed binding of NCCL as a library of `collectives.transport.cuda.nccl`, with bounded waits and explained
+errors.
+
+NCCL waits for its peers without a bound, and a thread inside NCCL cannot be interrupted: calls that may wait run in a
+separate thread (`collectives.base.bounded_call`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from collectives.base.bounded_call import TimeIsUpError, within
+from collectives.base.errors import CollectiveTimeoutError, MissingDependencyError, TransportError
+from collectives.base.reduce_op import Op
+from collectives.device import nccl_binding
+from collectives.transport.cuda.nccl_elements import Dtype, required_reduction, word
+
+if TYPE_CHECKING:
+    from collectives.device.protocol import Device
+    from collectives.transport.cuda.nccl import Communicator
+
+SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""NCCL's own setting; 1 allows several ranks on one GPU."""
+
+_SHARES_SINCE = (2, 30, 0)
+_BLOCKS_VARIABLE = "NCCL_MAX_CTAS"
+_BLOCKS_VARIABLES = (_BLOCKS_VARIABLE, "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
+"""NCCL's own settings of the number of thread blocks per kernel; left alone if the user has set one of them."""
+_MOST_BLOCKS = 8
+_ABORT_SECONDS = 10.0
+_CLOSE_SECONDS = 10.0
+_GRACE_SECONDS = 1.0
+"""How long an abort waits for another thread's call to finish. A call that hangs does not; the abort ends it."""
+
+_STATUSES = {
+    1: (
+        "ncclUnhandledCudaError",
+        "a CUDA call failed: is the GPU in order, its memory not used up, the driver new enough?",
+    ),
+    2: (
+        "ncclSystemError",
+        "a system call failed: often /dev/shm is too small, or NCCL_SOCKET_IFNAME names no usable network interface",
+    ),
+    3: ("ncclInternalError", "NCCL failed in itself, or a peer left in the middle"),
+    4: ("ncclInvalidArgument", "an argument was refused"),
+    5: (
+        "ncclInvalidUsage",
+        "the ranks' calls do not fit together, their NCCL versions differ, or two ranks use the same GPU: then set "
+        f"{SHARE_VARIABLE}=1 with NCCL 2.30 or later, or COLLECTIVES_DEVICE_TRANSPORT=cuda-ipc",
+    ),
+    6: ("ncclRemoteError", "a peer's process has died, or the network has failed"),
+    7: ("ncclInProgress", "calls must block: unset NCCL_COMM_BLOCKING"),
+    8: ("ncclTimeout", "a peer did not come in NCCL's own time"),
+}
+"""The result codes of NCCL 2.32's nccl.h: their names and likely causes."""
+
+
+def failure(call: str, rank: int, error: Exception) -> TransportError:
+    """The error of ``call`` for the user, from an exception of the binding.
+
+    CuPy raises NcclError with a ``status``, or KeyError with the status as its argument if its table of names lacks it
+    (14.2: from 7 on, 13: from 6 on); nccl4py NCCLError with a ``status``, or ValueError.
+    """
+    found: Any = error.args[0] if isinstance(error, KeyError) and error.args else getattr(error, "status", None)
+    if not isinstance(found, int):
+        return TransportError(f"rank {rank}: NCCL's {call} failed: {type(error).__name__}: {error}")
+    name, meaning = _STATUSES.get(found, ("a status that this version does not know", "look it up in nccl.h"))
+    return TransportError(
+        f"rank {rank}: NCCL's {call} failed: {name} ({found}): {meaning}. NCCL_DEBUG=INFO in the environment says more"
+    )
+
+
+class NcclCommunicator:
+    """A `Communicator` over the binding's.
+
+    A lock is held during every call, and from the beginning to the end of a group: an abort frees resources that calls
+    use, so it waits for them to finish. The wait is short, because the purpose of an abort is to end a call that hangs.
+
+    Args:
+        binding: of `nccl_binding.load`.
+        communicator: its communicator, connected.
+        device: of this rank.
+    """
+
+    def __init__(self, binding: Any, communicator: Any, rank: int, size: int, device: Device) -> None:
+        self.rank = rank
+        self.size = size
+        self._binding = binding
+        self._communicator = communicator
+        self._device = device
+        self._calls = threading.RLock()
+        self._end = threading.Lock()
+
+    def all_reduce(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: int) -> None:
+        number, (code, n) = required_reduction(op, dtype), word(dtype)
+        self._issue("allReduce", source, target, count * n, code, number, stream)
+
+    def reduce_scatter(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: int) -> None:
+        number, (code, n) = required_reduction(op, dtype), word(dtype)
+        self._issue("reduceScatter", source, target, count * n, code, number, stream)
+
+    def all_gather(self, source: int, target: int, count: int, dtype: Dtype, stream: int) -> None:
+        code, n = word(dtype)
+        self._issue("allGather", source, target, count * n, code, stream)
+
+    def broadcast(self, source: int, target: int, count: int, dtype: Dtype, root: int, stream: int) -> None:
+        code, n = word(dtype)
+        self._issue("broadcast", source, target, count * n, code, root, stream)
+
+    def send(self, source: int, count: int, dtype: Dtype, peer: int, stream: int) -> None:
+        code, n = word(dtype)
+        self._issue("send", source, count * n, code, peer, stream)
+
+    def receive(self, target: int, count: int, dtype: Dtype, peer: int, stream: int) -> None:
+        code, n = word(dtype)
+        self._issue("recv", target, count * n, code, peer, stream)
+
+    def begin_group(self) -> None:
+        self._calls.acquire()
+        try:
+            self._present("groupStart")
+            self._told("groupStart", self._binding.groupStart)
+        except BaseException:
+            self._calls.release()
+            raise
+
+    def end_group(self) -> None:
+        # Also after an abort: the group belongs to the thread, and would defer all its later calls.
+        try:
+            self._told("groupEnd", self._binding.groupEnd)
+        finally:
+            self._calls.release()
+
+    def check(self) -> None:
+        if not self._calls.acquire(blocking=False):
+            return  # a call is in progress, and reports its own errors
+        try:
+            self._issue("check_async_error")
+        finally:
+            self._calls.release()
+
+    def abort(self) -> None:
+        communicator = self._take()
+        if communicator is None:
+            return
+        idle = self._calls.acquire(timeout=_GRACE_SECONDS)
+        try:
+            # Nothing remains to be done if it fails.
+            with contextlib.suppress(Exception):
+                within(_ABORT_SECONDS, "collectives-nccl-abort", self._on_device(communicator.abort))
+        finally:
+            if idle:
+                self._calls.release()
+
+    def close(self) -> None:
+        communicator = self._take()
+        if communicator is not None:
+            # If a rank of this host does not close, NCCL's thread remains.
+            with contextlib.suppress(TimeIsUpError):
+                within(_CLOSE_SECONDS, "collectives-nccl-close", self._on_device(communicator.destroy))
+
+    def _on_device(self, work: Callable[[], object]) -> Callable[[], None]:
+        """Wrap a call for a separate thread, where no capture of the program restricts which memory NCCL may free."""
+
+        def run() -> None:
+            self._device.activate()
+            work()
+
+        return run
+
+    def _issue(self, call: str, *arguments: int) -> None:
+        with self._calls:
+            self._told(call, getattr(self._present(call), call), *arguments)
+
+    def _told(self, call: str, function: Callable[..., object], *arguments: int) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:
+            raise failure(call, self.rank, error) from error
+
+    def _present(self, call: str) -> Any:
+        communicator = self._communicator
+        if communicator is None:
+            raise TransportError(
+                f"rank {self.rank}: NCCL's {call} cannot be called: the communicator has been aborted or closed"
+            )
+        return communicator
+
+    def _take(self) -> Any:
+        """Take the binding's communicator; None from the second call on, when all other methods raise."""
+        with self._end:
+            communicator, self._communicator = self._communicator, None
+        return communicator
+
+
+class NcclLibrary:
+    """The `Library` of the installed binding.
+
+    Args:
+        binding: replaces that of `nccl_binding.load`.
+    """
+
+    def __init__(self, binding: Any = None) -> None:
+        self._given = binding
+
+    def why_not(self) -> str | None:
+        try:
+            self._binding()
+        except MissingDependencyError as error:
+            return str(error)
+        return None
+
+    def version(self) -> tuple[int, int, int]:
+        code: int = self._binding().get_version()
+        return code // 10000, code // 100 % 100, code % 100
+
+    def shares_gpus(self) -> bool:
+        try:
+            allowed = int(os.environ.get(SHARE_VARIABLE, "0"), 0) != 0
+        except ValueError:
+            allowed = False
+        return allowed and self.why_not() is None and self.version() >= _SHARES_SINCE
+
+    def make_id(self) -> bytes:
+        binding = self._binding()
+        try:
+            return bytes(binding.get_unique_id())
+        except Exception as error:
+            raise failure("get_unique_id", 0, error) from error
+
+    def connect(
+        self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device, *, sharers: int = 1
+    ) -> Communicator:
+        binding = self._binding()
+        # Otherwise NCCL connects the ranks at the first call of each of its algorithms, without a bound, within a
+        # collective.
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+        if sharers > 1 and not any(name in os.environ for name in _BLOCKS_VARIABLES):
+            # The ranks' kernels wait for each other, so all of their blocks must be resident at once, together with
+            # those of other kernels.
+            os.environ[_BLOCKS_VARIABLE] = str(max(1, min(_MOST_BLOCKS, device.multiprocessors // (2 * sharers))))
+
+        # The separate thread also contains two side effects of NCCL: it binds the caller to the processors next to the
+        # GPU while it connects, and it leaves a group open in the thread when it destroys a communicator that failed
+        # to connect.
+        def meet() -> Any:
+            device.activate()
+            try:
+                return binding.NcclCommunicator(size, unique_id, rank)
+            except Exception as error:
+                raise failure("NcclCommunicator", rank, error) from error
+
+        try:
+            communicator = within(
+                timeout, "collectives-nccl-connect", meet, late=lambda communicator: communicator.abort()
+            )
+        except TimeIsUpError:
+            raise CollectiveTimeoutError(
+                f"rank {rank}: the {size} ranks did not all connect with NCCL within {timeout:g} s: does a firewall, "
+                f"or the wrong network "
+                f"(NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there"
+            ) from None
+        return NcclCommunicator(binding, communicator, rank, size, device)
+
+    def _binding(self) -> Any:
+        return nccl_binding.load() if self._given is None else self._given

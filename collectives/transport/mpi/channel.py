@@ -1,0 +1,227 @@
+"""A group's own MPI communicator: exchanges of values, and notices that a rank gives about itself.
+
+Both are requests that are posted and tested. Exchanges are collective. A notice (the rank has failed, leaves, or waits
+in a call) arrives at any time, and is read during every wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from collectives.base.errors import RankFailedError
+from collectives.base.interchange import from_json, to_json
+from collectives.transport import backoff
+from collectives.transport.mpi.bounded_mpi import Waiter
+from collectives.transport.tcp.notices import Notice, Notices
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_LEAVE_BYTES = 32
+_NOTICE_BYTES = 2000
+"""Few enough that every MPI sends them eagerly, whether or not the receiver is inside MPI."""
+_SAY_GOODBYE_WITHIN = 1.0
+
+_open: set[Channel] = set()
+"""Channels whose memory MPI may still write to: posted requests may complete although they are not waited for."""
+
+
+class User(Protocol):
+    """What posts requests on the communicator of a channel."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether one of them may be pending."""
+
+
+class _Posted:
+    """A notice that is being sent or received, or a collective. It is kept before it is posted, so that its memory
+    outlives a request that an interrupt keeps from being stored; without a request it never completes."""
+
+    __slots__ = ("data", "peer", "request", "tag")
+
+    def __init__(self, data: Any, peer: int = -1, tag: int = -1) -> None:
+        self.data = data
+        self.peer = peer
+        self.tag = tag
+        self.request: MPI.Request | None = None
+
+    def complete(self) -> bool:
+        return self.request is not None and bool(self.request.Test())
+
+
+class Channel:
+    """One rank's end of the communicator. Not thread-safe.
+
+    Args:
+        comm: owned by the channel.
+        timeout: seconds that a wait may last.
+        names: the ranks' numbers in messages.
+
+    Attributes:
+        waiter: waits for requests on the communicator, and reads notices meanwhile.
+        failed: reason by failed rank.
+        left: last call by rank that has left.
+        here: present call by waiting rank.
+        gone: ranks whose processes are known to have ended.
+        notices: the group's through the heart (see `hear`).
+        users: further ones of the communicator.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, timeout: float, names: Sequence[int]) -> None:
+        self.comm = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self.names = names
+        self.waiter = Waiter(names[self.rank], timeout)
+        self.waiter.check = self.look_for_failures
+        self.failed: dict[int, str] = {}
+        self.left: dict[int, int] = {}
+        self.here: dict[int, int] = {}
+        self.gone: set[int] = set()
+        self.notices: Notices | None = None
+        self.users: list[User] = []
+        self.kept: list[Any] = []
+        """Further memory that requests on this communicator may write to."""
+        self._has_left = False
+        self._sent: list[_Posted] = []
+        self._arriving: list[_Posted] = []
+        self._length = np.zeros(1, np.int64)
+        self._lengths = np.zeros(self.size, np.int64)
+        self._collectives: list[_Posted] = []
+        """Those that are not known to be complete: an exception may have ended the wait."""
+        _open.add(self)
+
+    def hear(self, notices: Notices) -> None:
+        """Tell of failures by the heart, which knows of deaths too, and in what order they came about."""
+        self.notices, self.failed, self.gone = notices, notices.failed, notices.gone
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Gather every rank's small value (see `interchange`) on every rank, in rank order; raises as `Waiter.wait`."""
+        from mpi4py import MPI
+
+        mine = to_json(value)
+        self._length[0] = len(mine)
+        length, lengths = self._length, self._lengths
+        self.gather((length, lengths), lambda: self.comm.Iallgather(length, lengths), "every rank to say what it has")
+        everybody, counts = bytearray(int(lengths.sum())), lengths.copy()
+        memory = (mine, MPI.BYTE), (everybody, counts, MPI.BYTE)
+        self.gather(memory, lambda: self.comm.Iallgatherv(*memory), "every rank to say what it has")
+        ends = np.cumsum(counts).tolist()
+        data = memoryview(everybody)
+        return [from_json(bytes(data[end - n : end])) for end, n in zip(ends, counts.tolist(), strict=True)]
+
+    @property
+    def in_step(self) -> bool:
+        """Whether every exchange has ended. Another one after that would meet what the other ranks have left behind."""
+        return not self._collectives
+
+    def gather(self, memory: Any, post: Callable[[], MPI.Request], what: str) -> None:
+        """Post a collective, which reads and writes this memory, and wait for it; raises as `Waiter.wait`."""
+        posted = _Posted(memory)
+        self._collectives.append(posted)
+        posted.request = post()
+        self.waiter.wait(posted.request, what)
+        self._collectives.remove(posted)
+
+    def tell(self, notice: Notice, text: str) -> None:
+        """Send a notice to every other rank. Does not wait."""
+        if self.notices is not None and notice is Notice.FAILED:
+            self.notices.tell(notice, text)
+            return
+        data = text.encode("utf-8", "replace")[-_NOTICE_BYTES:]
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._sent.append(_Posted(data))
+                self._sent[-1].request = self.comm.Isend(data, peer, notice)
+
+    def leave(self, calls: int) -> None:
+        """Notify every other rank that this one has left after ``calls`` calls, and post receives for the same from
+        them.
+
+        A peer may leave long after this rank has ceased to poll. A posted receive takes its notice even while MPI is
+        being finalised, which would otherwise find unexpected messages.
+        """
+        if self._has_left:
+            return
+        if self.notices is not None:
+            self.notices.tell(Notice.LEFT, str(calls))
+        self.tell(Notice.LEFT, str(calls))
+        self.read_notices()
+        self._has_left = True
+        known = self.left.keys() | {notice.peer for notice in self._arriving if notice.tag == Notice.LEFT}
+        for peer in set(range(self.size)) - known - {self.rank}:
+            text = bytearray(_LEAVE_BYTES)
+            self._arriving.append(_Posted(text, peer, Notice.LEFT))
+            self._arriving[-1].request = self.comm.Irecv(text, peer, Notice.LEFT)
+
+    def read_notices(self) -> None:
+        """Receive the notices that have arrived into `failed`, `left` and `here`."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        for tag in Notice:
+            if self._has_left and tag is Notice.LEFT:
+                continue  # the receives for it are posted
+            while (message := self.comm.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
+                text = bytearray(status.Get_count(MPI.BYTE))
+                self._arriving.append(_Posted(text, status.Get_source(), tag))
+                self._arriving[-1].request = message.Irecv(text)
+        if self._arriving:
+            self._arriving = [notice for notice in self._arriving if not self._arrived(notice)]
+        if self._sent:
+            self._sent = [notice for notice in self._sent if not notice.complete()]
+
+    def _arrived(self, notice: _Posted) -> bool:
+        if not notice.complete():
+            return False
+        text = notice.data.rstrip(b"\0").decode("utf-8", "replace")
+        if notice.tag == Notice.FAILED:
+            self.failed[notice.peer] = text
+        else:
+            (self.left if notice.tag == Notice.LEFT else self.here)[notice.peer] = int(text)
+        return True
+
+    def look_for_failures(self) -> None:
+        """Read the notices; raise RankFailedError if a rank has failed."""
+        self.read_notices()
+        if self.notices is not None:
+            self.notices.look_for_failures()
+        for peer, text in list(self.failed.items()):
+            raise RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed:\n{text}")
+
+    def quiet(self) -> bool:
+        """Drain notices for a bounded time. Returns True if every rank has left or failed, so that none remain in
+        flight.
+
+        An unread notice would be received on a later communicator to which MPI gives the same context number.
+        """
+        return backoff.poll(self._all_said_goodbye, _SAY_GOODBYE_WITHIN)
+
+    def _all_said_goodbye(self) -> bool:
+        self.read_notices()
+        return len(self.left.keys() | self.failed.keys()) == self.size - 1 and not self._sent and not self._arriving
+
+    def close(self) -> None:
+        """Free the communicator, a local operation of MPI, if nothing is pending on it; otherwise it stays for good.
+
+        Any call of MPI, in any thread, goes on with the collectives that are pending, whether or not somebody has their
+        requests, and would use a communicator that was freed. And what nobody has received would be received on a later
+        communicator to which MPI gives the same context number.
+        """
+        if self._is_idle():
+            _open.discard(self)
+            self.comm.Free()
+
+    def _is_idle(self) -> bool:
+        from mpi4py import MPI
+
+        self.read_notices()
+        if self._sent or self._arriving or self.waiter.busy or any(user.busy for user in self.users):
+            return False
+        if not all(posted.complete() for posted in self._collectives):
+            return False
+        return not self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)

@@ -1,0 +1,1 @@
+"""A simulated network of thousands of ranks."""

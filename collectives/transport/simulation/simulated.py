@@ -1,0 +1,244 @@
+"""A simulated network: schedules of thousands of ranks executed on a virtual clock.
+
+The model knows messages and links, not collectives; the time of an all-reduce is a result:
+
+* Segments and rounds overlap as in the executor: round k of segment s belongs to group s * stride + k. A rank begins
+  group t + 1 when all its messages of group t are sent and received, and received blocks are reduced.
+* A message leaves when both of its ends have reached its group, takes the latency, and then flows at a rate that
+  depends on the messages it shares links with (`collectives.transport.simulation.simulated_links`).
+
+The clock moves from one event (a message begins to flow, or is delivered) to the next. All ranks are in NumPy arrays,
+so that ranks that move in step cost no more than one, and messages that share no link need no events at all. There is
+no randomness: equal calls give equal reports.
+
+Source of the model: latency and bandwidth as in R. Hockney, Parallel Computing 20 (1994).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from collectives.base.errors import InvalidArgumentError
+from collectives.schedules.schedule import Schedule, StepKind
+from collectives.transport.simulation.simulated_links import TOLERANCE, Floats, Flows, Ints, Network, Topology
+from collectives.transport.simulation.simulated_traffic import Traffic
+
+Values = Mapping[int, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of a simulation.
+
+    Attributes:
+        times: seconds until each rank is done.
+        total: seconds until all ranks are done.
+        busbw: bytes per second by nccl-tests' definition, comparable between sizes and with a link's bandwidth.
+        links: bytes that crossed each used link, by name ("rank 3 out", "rank 3 local in", "host 0 out").
+        messages: the number of messages.
+        results: with ``data``, the chunks that each rank holds in the end; otherwise None.
+    """
+
+    times: Floats
+    total: float
+    busbw: float
+    links: dict[str, int]
+    messages: int
+    results: list[dict[int, np.ndarray[Any, Any]]] | None
+
+
+def simulate(
+    schedules: Iterable[Schedule],
+    sizes: Sequence[int],
+    network: Network,
+    segment: int | None = None,
+    *,
+    stride: int = 1,
+    data: Sequence[Values] | None = None,
+    combine: Callable[[Any, Any], Any] = np.add,
+) -> Report:
+    """Execute the schedules of all ranks, in the order of the ranks.
+
+    Args:
+        schedules: one for each rank, proved by `verify` (peers and chunks are in range); an iterator is read once, and
+            its schedules are not kept unless there is data.
+        sizes: bytes of each chunk.
+        network: what connects the ranks.
+        segment: bytes of a chunk that one pipeline unit moves; None: the whole chunk at once.
+        stride: groups between the starts of two segments; from the number of rounds on, segments do not overlap.
+        data: the chunks that each rank starts with, as arrays of any dtype, which are moved and combined, too.
+        combine: reduces ``data``; called with the own value and the peer's.
+
+    Raises:
+        InvalidArgumentError: the arguments do not fit together, or a send and its receive do not meet; names what
+            differs.
+    """
+    if segment is not None and segment < 1:
+        raise InvalidArgumentError(f"segment={segment}: expected a positive number of bytes, or None for whole chunks")
+    if stride < 1:
+        raise InvalidArgumentError(f"stride={stride}: expected a positive number of groups")
+    if min(sizes, default=0) < 0:
+        raise InvalidArgumentError(f"sizes: expected the bytes of each chunk, found {min(sizes)}")
+    if data is not None:
+        schedules = list(schedules)
+    traffic = Traffic(schedules, sizes, segment, stride)
+    links = Topology(network, traffic.size)
+    clock = _Clock(traffic, links, network.reduction)
+    clock.run()
+    total = float(clock.done.max())
+    results = None if data is None else replay(list(schedules), data, combine)
+    return Report(
+        clock.done, total, _busbw(traffic, sum(sizes), total), links.named(clock.crossed), clock.messages, results
+    )
+
+
+def replay(
+    schedules: Sequence[Schedule], data: Sequence[Values], combine: Callable[[Any, Any], Any] = np.add
+) -> list[dict[int, np.ndarray[Any, Any]]]:
+    """Move and combine real arrays, round by round: the meaning of a schedule, as a program.
+
+    Cutting chunks into segments would change no value, because segments are disjoint.
+
+    Args:
+        data: for each rank, the chunks that it starts with.
+
+    Returns:
+        For each rank, the chunks that it holds in the end.
+    """
+    held = [dict(chunks) for chunks in data]
+    for number in range(len(schedules[0].rounds)):
+        before = [dict(chunks) for chunks in held]
+        for rank, schedule in enumerate(schedules):
+            for step in schedule.rounds[number]:
+                for chunk in range(step.chunk, step.chunk + step.span):
+                    if step.kind is StepKind.REDUCE:
+                        held[rank][chunk] = combine(held[rank][chunk], before[step.peer][chunk])
+                    elif step.kind is not StepKind.SEND:
+                        held[rank][chunk] = before[step.peer][chunk].copy()
+    return held
+
+
+def _busbw(traffic: Traffic, nbytes: int, total: float) -> float:
+    n = traffic.size
+    factor = {"allreduce": 2 * (n - 1) / n, "broadcast": 1.0, "alltoall": (n - 1) / n / n}.get(
+        traffic.collective, (n - 1) / n
+    )
+    return nbytes * factor / total if total else 0.0
+
+
+class _Messages:
+    """The messages of one step group, and the ranks that have reached it."""
+
+    def __init__(self, sender: Ints, receiver: Ints, nbytes: Floats, reduced: Floats) -> None:
+        self.ends = np.stack([sender, receiver])
+        self.nbytes = nbytes
+        self.reduced = reduced
+        self.counts = np.bincount(self.ends.ravel(), minlength=len(reduced))
+        """Messages that each rank sends or receives."""
+        self.reached = np.zeros(len(reduced), np.bool_)
+        self.remaining = len(reduced)
+        """Ranks that have not finished the step group."""
+
+    def enter(self, ranks: Ints) -> tuple[Ints, Floats]:
+        """Note that ranks reach the step group. Returns the ends and bytes of the messages that can leave now."""
+        were = self.reached[self.ends].all(axis=0)
+        self.reached[ranks] = True
+        leaving = self.reached[self.ends].all(axis=0) & ~were
+        return self.ends[:, leaving], self.nbytes[leaving]
+
+
+class _Clock:
+    """Plays the groups of all ranks.
+
+    A rank's own links only carry messages of the group that it is in. So groups can be played one after the other,
+    though ranks reach them at different times, unless ranks of different groups share a limited uplink.
+
+    Attributes:
+        done: when each rank has finished.
+        crossed: bytes that crossed each link.
+        messages: the number of messages.
+    """
+
+    def __init__(self, traffic: Traffic, links: Topology, reduction: float) -> None:
+        self._traffic, self._links, self._reduction = traffic, links, reduction
+        self.done = np.zeros(traffic.size)
+        self.crossed = np.zeros(len(links.capacity))
+        self.messages = 0
+
+    def run(self) -> None:
+        if self._links.uplinks_are_limited:
+            self._run_together()
+        else:
+            self._run_in_turn()
+
+    def _send(self, ends: Ints, nbytes: Floats) -> tuple[Ints, Floats]:
+        """Count messages that leave. Returns their paths and latencies."""
+        paths, latency = self._links.paths(ends)
+        self.crossed += np.bincount(paths.ravel(), np.tile(nbytes, len(paths)), len(self.crossed))
+        self.messages += len(nbytes)
+        return paths, latency
+
+    def _run_in_turn(self) -> None:
+        for number in range(self._traffic.groups):
+            group = _Messages(*self._traffic.group(number))
+            paths, latency = self._send(group.ends, group.nbytes)
+            delivered = self._deliver(paths, group.nbytes, self.done[group.ends].max(axis=0) + latency)
+            for ranks in group.ends:
+                np.maximum.at(self.done, ranks, delivered)
+            self.done += group.reduced / self._reduction
+
+    def _deliver(self, paths: Ints, nbytes: Floats, begins: Floats) -> Floats:
+        """The times at which messages are delivered that share links with each other only."""
+        capacity = self._links.capacity
+        loads = np.bincount(paths.ravel(), minlength=len(capacity))
+        sharing = np.flatnonzero(((loads[paths] > 1) & np.isfinite(capacity[paths])).any(axis=0))
+        times: Floats = begins + nbytes / capacity[paths].min(axis=0)
+        flows = Flows(capacity, len(paths), 1)
+        flows.add(sharing[np.newaxis], paths[:, sharing], nbytes[sharing], begins[sharing])
+        now = 0.0
+        while (moment := flows.next_event(now)) < np.inf:
+            times[flows.advance(now, moment)[0]] = moment
+            now = moment
+        return times
+
+    def _run_together(self) -> None:
+        size = self._traffic.size
+        flows = Flows(self._links.capacity, self._links.hops, 2)
+        at = np.zeros(size, np.int64)  # the step group that each rank is in, or begins next
+        begins = np.full(size, 0.0 if self._traffic.groups else np.inf)  # when the rank begins it; infinity once it has
+        waits = np.zeros(size, np.int64)  # messages of it that the rank still waits for
+        groups: dict[int, _Messages] = {}
+        now = 0.0
+        while True:
+            ready = np.flatnonzero(begins <= now * (1 + TOLERANCE))
+            begins[ready] = np.inf
+            for number in np.unique(at[ready]).tolist():
+                members = ready[at[ready] == number]
+                if number not in groups:
+                    groups[number] = _Messages(*self._traffic.group(number))
+                waits[members] = groups[number].counts[members]
+                ends, nbytes = groups[number].enter(members)
+                paths, latency = self._send(ends, nbytes)
+                flows.add(ends, paths, nbytes, now + latency)
+            if not len(ready):
+                moment = min(float(begins.min()), flows.next_event(now))
+                if moment == np.inf:
+                    return
+                ends = flows.advance(now, moment)
+                now = moment
+                ready = np.unique(ends)
+                waits -= np.bincount(ends.ravel(), minlength=size)
+            through = ready[waits[ready] == 0]
+            for number in np.unique(at[through]).tolist():
+                members = through[at[through] == number]
+                then = now + groups[number].reduced[members] / self._reduction
+                last = number == self._traffic.groups - 1
+                (self.done if last else begins)[members] = then
+                groups[number].remaining -= len(members)
+                if not groups[number].remaining:
+                    del groups[number]
+            at[through] += 1

@@ -1,0 +1,163 @@
+"""Connecting to the store at which the ranks of a job meet, and serving it where nobody does yet: this is rank 0's."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+
+from collectives.base import interrupts
+from collectives.base.errors import CollectivesError, CollectiveTimeoutError, TransportError
+from collectives.base.places import Spot
+from collectives.transport.stores.store import Store, StoreServer
+from collectives.transport.tcp import network
+from collectives.transport.tcp.service import Service
+
+_ATTEMPT = 5.0
+"""Seconds for a connection to a store."""
+_SERVE_WITHIN = 5.0
+"""Seconds for which rank 0 tries: a port may be free again soon."""
+_FIRST_NAP, _LONGEST_NAP = 0.02, 0.5
+_served: list[StoreServer] = []
+"""Stores that this process serves until it ends: the ranks meet there again."""
+
+
+class Meeting:
+    """The connection of one rank to this package's own store at a spot.
+
+    Args:
+        spot: which rank, where.
+        key: the job's.
+        timeout: seconds until somebody must serve the store.
+        key_file: the user's file from which the key is derived; empty: it was given.
+
+    Attributes:
+        how: what said where, and where; for messages.
+    """
+
+    def __init__(self, spot: Spot, key: bytes, timeout: float, key_file: str = "") -> None:
+        self._spot, self._key, self._timeout = spot, key, timeout
+        self._hint = "; where users or their home folders differ, set COLLECTIVES_KEY on all ranks" if key_file else ""
+        self.how = spot.launcher if "://" in spot.launcher else f"{spot.launcher}, at {spot.host}"
+        self.how += f", with the key of {key_file}" if key_file else ""
+        self._service = Service()
+        self._store: Store | None = None
+        self._why: dict[int, str] = {}
+
+    def connect(self) -> Store:
+        """Connect to the store. Rank 0 serves it where nobody does."""
+        first = self._spot.rank == 0
+        nap, end = _FIRST_NAP, time.monotonic() + (min(self._timeout, _SERVE_WITHIN) if first else self._timeout)
+        try:
+            while not any(self._try(port) or (first and self._serve(port)) for port in self._spot.ports):
+                late = time.monotonic() > end
+                if late and first:
+                    raise TransportError(
+                        f"rank 0: cannot serve a store ({self.how}): {self.reasons()}; name a free port with "
+                        f"COLLECTIVES_RENDEZVOUS=tcp://{self._spot.host}:port on all ranks"
+                    )
+                if late:
+                    raise CollectiveTimeoutError(
+                        f"rank {self._spot.rank}: waited {self._timeout:g} s for rank 0 to serve a store ({self.how}): "
+                        f"{self.reasons()}; rank 0 must call init() on that host"
+                    )
+                interrupts.check()
+                time.sleep(min(nap, max(0.0, end - time.monotonic())))
+                nap = min(2 * nap, _LONGEST_NAP)
+        except BaseException:
+            self.close()
+            raise
+        assert self._store is not None
+        return self._store
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process serves the store."""
+        return self._store is not None and any(self._store.address[1] == server.address[1] for server in _served)
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._store is not None:
+            self._store.close()
+        self._service.close()
+
+    def _try(self, port: int) -> bool:
+        """Connect to a store at a port.
+
+        Raises:
+            TransportError: something else listens at the only port.
+        """
+        store = Store(self._spot.host, port, self._key, self._timeout, self._service)
+        try:
+            store.connect(min(_ATTEMPT, self._timeout))
+        except CollectivesError as error:
+            self._why[port] = f"{error}{self._hint}"
+            if len(self._spot.ports) == 1:
+                raise TransportError(
+                    f"rank {self._spot.rank}: no store of this job at {network.joined(self._spot.host, port)} "
+                    f"({self.how}): {self._why[port]}"
+                ) from None
+        except ConnectionRefusedError:
+            self._why[port] = "nobody listens there"
+        except OSError as error:
+            self._why[port] = str(error) or "no answer"
+        else:
+            self._store = store
+        return self._store is not None
+
+    def _serve(self, port: int) -> bool:
+        """Serve a store at a port, unless the port is taken."""
+        host = _listening_host(self._spot.host, port)
+        service = Service()
+        try:
+            try:
+                server = StoreServer(service, host, port, self._key)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                # Not an address of this host: perhaps one that is translated, such as that of a Kubernetes service.
+                server = StoreServer(service, _any_address(host), port, self._key)
+        except OSError as error:
+            service.close()
+            self._why[port] = str(error)
+            return False
+        reached = False
+        try:
+            reached = self._try(port)
+        finally:
+            if reached:
+                _served.append(server)
+            else:
+                server.close()
+                service.close()
+        if not reached:
+            self._why[port] += (
+                f" (this is {socket.gethostname()}, which does not reach itself there; rank 0 must run on that host)"
+            )
+        return reached
+
+    def reasons(self) -> str:
+        """Why there is no connection yet."""
+        reasons: dict[str, list[int]] = {}
+        for port, why in list(self._why.items()):  # to which another thread may add
+            reasons.setdefault(why, []).append(port)
+        return "; ".join(f"port {', '.join(map(str, ports))}: {why}" for why, ports in reasons.items())
+
+
+def _listening_host(host: str, port: int) -> str:
+    """The address on which to listen so that others reach this host by a name.
+
+    A host's own name is often one of its loopback addresses for itself (``127.0.1.1``), and another one for others.
+    """
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return host
+    if network.is_loopback(str(address)) and host not in (address, "localhost"):
+        return _any_address(str(address))
+    return str(address)
+
+
+def _any_address(address: str) -> str:
+    """What stands for all addresses of this host, of the version that one has."""
+    return "::" if ":" in address else "0.0.0.0"

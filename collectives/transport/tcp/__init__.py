@@ -1,0 +1,1 @@
+"""Processes connected by TCP: proved connections, beats and notices, rounds and messages."""

@@ -1,0 +1,223 @@
+"""A listening socket that hands over the connections of processes that have proved that they hold the job's key.
+
+Everything else is refused: it has a few seconds and a few bytes. Where there is a crowd, a connection of the source
+that has most of them is dropped, at random: a source that opens more loses its own, and all connections of a source
+have the same chance, however long their packets travel. A connection that is dropped for want of room or time, or since
+the listener ends, is reset, and one whose proof is wrong is closed, so that the side that dials knows whether to try
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import random
+import socket
+import struct
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from collectives.base.errors import TransportError
+from collectives.base.logging import logger
+from collectives.transport.tcp import network
+from collectives.transport.tcp.authentication import Connection, Verification, prove
+from collectives.transport.tcp.service import Service
+
+Accepted = Callable[[bytes, Connection], None]
+
+MOST_UNPROVED = 128
+"""Connections that have not proved the key; a further one takes the place of one of them."""
+PROVE_WITHIN = 5.0
+"""Seconds for the proof."""
+DIAL_WITHIN = 10.0
+"""Seconds to connect, and again for the proof, on the side that dials."""
+_BACKLOG = 512
+_PAUSE = 0.1
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER with which a closed socket is reset."""
+
+
+class Listener:
+    """Accepts connections on one address.
+
+    Args:
+        service: in whose thread it works.
+        host, port: to listen on; port 0: any that is free.
+        key: the job's.
+        accepted: called in the service's thread with the hello and the socket (non-blocking, TCP_NODELAY) of every
+            connection that has proved the key; owns it.
+
+    Attributes:
+        address: host and port that it listens on.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+
+    def __init__(self, service: Service, host: str, port: int, key: bytes, accepted: Accepted) -> None:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # counts where the host is "::"
+        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        self._socket.setblocking(False)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._service, self._loop, self._key, self._accepted = service, service.loop, key, accepted
+        self._paused: asyncio.TimerHandle | None = None
+        self._unproved: dict[Connection, _Unproved] = {}
+        self._refused = 0
+        service.owns(self._socket)
+        service.call(service.loop.add_reader, self._socket, self._accept)
+
+    def _accept(self) -> None:
+        """Accept one connection; the others wait, so that a flood of them leaves time for what else the loop does."""
+        try:
+            accepted, address = self._socket.accept()
+        except OSError:  # out of descriptors, or the connection has ended before it was accepted
+            self._loop.remove_reader(self._socket)
+            self._paused = self._loop.call_later(_PAUSE, self._loop.add_reader, self._socket, self._accept)
+            return
+        sock = Connection(fileno=accepted.detach())
+        self._service.owns(sock)
+        sock.setblocking(False)
+        if len(self._unproved) >= MOST_UNPROVED:
+            self._make_room()
+        timer = self._loop.call_later(PROVE_WITHIN, self._drop, sock)
+        unproved = self._unproved[sock] = _Unproved(_source(address[0]), Verification(self._key), timer)
+        self._loop.add_reader(sock, self._read, sock, unproved.verification)
+        with suppress(OSError):  # it has ended, which reading tells
+            sock.send(unproved.verification.greeting)
+
+    def _make_room(self) -> None:
+        """Drop one of the connections of the source that has most of them."""
+        crowds = Counter(one.source for one in self._unproved.values())
+        most = max(crowds.values())
+        self._drop(random.choice([sock for sock, one in self._unproved.items() if crowds[one.source] == most]))
+
+    def _drop(self, sock: Connection) -> None:
+        _reset_when_closed(sock)
+        self._refuse(sock, "too many, or no proof in time")
+
+    def _read(self, sock: Connection, verification: Verification) -> None:
+        try:
+            data = sock.recv(verification.missing)
+            if not data:
+                raise EOFError("the connection was closed")
+            verification.take(data)
+            if verification.missing:
+                return
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.send(verification.proof)
+        except BlockingIOError:
+            return
+        except (OSError, EOFError, TransportError) as error:
+            self._refuse(sock, str(error))
+            return
+        sock.sent, sock.received = verification.sent, verification.received
+        self._forget(sock)
+        self._accepted(verification.hello, sock)
+
+    def _refuse(self, sock: Connection, why: str) -> None:
+        self._forget(sock)
+        sock.close()
+        self._refused += 1
+        if self._refused & (self._refused - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood must not fill the log
+            where = network.joined(*self.address)
+            logger.info("refused %d connections to %s, lately because: %s", self._refused, where, why)
+
+    def _forget(self, sock: Connection) -> None:
+        self._loop.remove_reader(sock)
+        self._unproved.pop(sock).timer.cancel()
+
+    def close(self) -> None:
+        """Stop listening. Connections that were handed over stay open."""
+        with suppress(RuntimeError):  # the service has ended
+            self._service.call(self._close)
+
+    def _close(self) -> None:
+        if self._paused is not None:
+            self._paused.cancel()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        for sock in list(self._unproved):
+            self._forget(sock)
+            _reset_when_closed(sock)
+            sock.close()
+
+
+class _Unproved(NamedTuple):
+    """What is known of a connection that has not proved the key."""
+
+    source: str
+    verification: Verification
+    timer: asyncio.TimerHandle
+
+
+def _reset_when_closed(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+
+
+async def dial(
+    service: Service, host: str, port: int, key: bytes, hello: bytes, connect_within: float = DIAL_WITHIN
+) -> Connection:
+    """Connect to a listener and prove the key; to be run in the service's thread.
+
+    Returns:
+        The connection, non-blocking, TCP_NODELAY.
+
+    Raises:
+        TimeoutError: no answer within ``connect_within`` seconds.
+        ConnectionRefusedError: nobody listens there.
+        ConnectionError: the connection has ended, or has stood still, before the key was proved: the listener may have
+            too many.
+        OSError: there is no route, or the name is unknown.
+        TransportError: see `authentication.prove`.
+    """
+    sock = await _connect(service, host, port, connect_within)
+    try:
+        await asyncio.wait_for(prove(sock, key, hello), DIAL_WITHIN)
+    except EOFError:
+        sock.close()
+        raise ConnectionAbortedError("the connection was closed before the key was proved") from None
+    except asyncio.TimeoutError:
+        sock.close()
+        raise ConnectionAbortedError(f"connected, but the key was not proved within {DIAL_WITHIN:g} s") from None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _connect(service: Service, host: str, port: int, seconds: float) -> Connection:
+    """A connection to the first address of a name at which somebody listens."""
+    loop = asyncio.get_running_loop()
+    *others, last = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, address in others:
+        with suppress(OSError):
+            return await _connect_to(service, Connection(family, kind, protocol), address, seconds)
+    family, kind, protocol, _, address = last
+    return await _connect_to(service, Connection(family, kind, protocol), address, seconds)
+
+
+async def _connect_to(service: Service, sock: Connection, address: tuple[Any, ...], seconds: float) -> Connection:
+    try:
+        service.owns(sock)
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, address), seconds)
+        return sock
+    except asyncio.TimeoutError:  # is no OSError before Python 3.11
+        sock.close()
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _source(address: str) -> str:
+    """What counts as one source: an IPv4 address, or the first half of an IPv6 address, since who has one has all of
+    its second halves."""
+    if "." in address:
+        return address
+    return ipaddress.IPv6Address(address.partition("%")[0]).exploded[:19]

@@ -1,0 +1,345 @@
+"""The network of a job's processes: authenticated connections between any two of them.
+
+A connection belongs to a *channel*: a text that both ends know. Of two ranks that open a channel to each other the
+higher dials and waits for nobody, because connections are accepted by a thread of their own; the lower takes the
+connection that arrives. So ranks may open channels in any order: the highest waits for none, and the others only for
+higher ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from collectives.base import interrupts
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    MismatchError,
+    RankFailedError,
+    TransportError,
+)
+from collectives.base.wake_up import WakeUp
+from collectives.transport.tcp import network
+from collectives.transport.tcp.authentication import Connection, make_key
+from collectives.transport.tcp.listener import DIAL_WITHIN, Listener, dial
+from collectives.transport.tcp.service import Running, Service
+
+Served = Callable[[int, str, Connection], None]
+
+_ANSWER_WITHIN = 30.0
+"""Seconds for which a rank is dialled that does not answer. One that answers, and drops the connection because it has
+too many, is dialled for as long as the wait may last."""
+_REFUSED_WITHIN = 3.0
+"""Seconds for which a refused connection is tried again: some systems refuse what a flooded listener has no room for,
+but a process that has ended refuses as well."""
+_FIRST_ATTEMPT = 1.0
+"""Seconds for the first attempt to connect; each further one has twice as long. The system of a flooded listener leaves
+some of them unanswered."""
+_LOOK_EVERY = 0.05
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+_PING = "ping"
+"""The channel of connections that are closed as soon as they are proved."""
+
+
+class Mesh:
+    """One process's end of the job's network. Made by `join`. Methods may be called from any thread.
+
+    Attributes:
+        rank, size: in the job.
+        hosts: each rank's host, as `network.identity` has it.
+        names: each rank's host name, for messages.
+        service: the thread in which connections are accepted and dialled.
+        addresses: where each rank listens.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        key: bytes,
+        job: str,
+        service: Service,
+        listener: Listener,
+        inbox: Inbox,
+        hosts: Sequence[str],
+        addresses: Sequence[tuple[str, int]],
+    ) -> None:
+        self.rank = rank
+        self.size = len(addresses)
+        self.hosts = hosts
+        self.names = [host.split()[0] for host in hosts]
+        self.service = service
+        self.addresses = addresses
+        self._key, self._job = key, job
+        self._listener = listener
+        self._inbox = inbox
+
+    @classmethod
+    def join(cls, exchange: Callable[[Any], list[Any]], rank: int, key: bytes | None, *, interface: str = "") -> Mesh:
+        """Join the processes that call ``exchange`` together, each once.
+
+        Args:
+            exchange: gathers every rank's value (of JSON's types) on every rank, in rank order.
+            rank: this process's.
+            key: the job's; None on all ranks: rank 0 makes one, and ``exchange`` tells it to the others.
+            interface: the setting ``network_interface``; empty: loopback if all ranks are on this host, else the
+                interface that leads to the others.
+
+        Raises:
+            InvalidArgumentError, TransportError: no interface serves.
+            MismatchError: some ranks were given a key, and others were not.
+        """
+        mine = (make_key() if key is None else b"").hex() if rank == 0 else ""
+        here = [network.identity(), network.stack(), network.addresses()]
+        said = exchange([*here, mine, secrets.token_hex(8), key is not None])
+        hosts, stacks, offers, made, nonces, given = zip(*said, strict=True)
+        if len(set(given)) > 1:
+            without = ", ".join(str(peer) for peer, has in enumerate(given) if not has)
+            raise MismatchError(
+                f"rank {rank}: COLLECTIVES_KEY is set on some ranks, but not on {without}: set it on all, or on none"
+            )
+        key = key if key is not None else bytes.fromhex(made[0])
+        job = nonces[0]
+        address = network.address_of(interface) if interface else network.choose(stacks, offers, rank)
+        if network.is_loopback(address) and len(set(stacks)) > 1:
+            raise InvalidArgumentError(
+                f"rank {rank}: COLLECTIVES_NETWORK_INTERFACE={interface}: {address} is loopback, which the other hosts "
+                "cannot reach"
+            )
+        service, inbox = Service(), Inbox(job, rank)
+        listener: Listener | None = None
+        try:
+            listener = Listener(service, address, 0, key, inbox.put)
+            inbox.address = listener.address
+            everywhere = [(host, int(port)) for host, port in exchange(listener.address)]
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            service.close()
+            inbox.close()
+            raise
+        return cls(rank, key, job, service, listener, inbox, hosts, everywhere)
+
+    def open(self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None) -> Connection:
+        """The connection with ``peer`` on a channel: connected, proved, non-blocking, TCP_NODELAY. Both ranks call it,
+        once for a channel.
+
+        Args:
+            timeout: seconds.
+            check: called now and then while this rank waits; an exception from it ends the wait.
+
+        Raises:
+            CollectiveTimeoutError, RankFailedError, TransportError: it did not come about.
+        """
+        if peer < self.rank:
+            return self.dial(peer, channel, timeout, check)
+        end = time.monotonic() + timeout
+        while (sock := self._inbox.take(peer, channel, _LOOK_EVERY)) is None:
+            interrupts.check()
+            check()
+            if time.monotonic() > end:
+                raise CollectiveTimeoutError(
+                    f"rank {self.rank}: waited {timeout:g} s for a connection from {self._called(peer)}; see what it "
+                    "is doing, or raise COLLECTIVES_TIMEOUT"
+                )
+        return sock
+
+    def take(self, peer: int, channel: str) -> Connection | None:
+        """The connection that ``peer`` has dialled on a channel; None if it has not arrived yet. Does not wait, for
+        ranks that have something else to do meanwhile."""
+        return self._inbox.take(peer, channel, 0.0)
+
+    def dial(self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None) -> Connection:
+        """A new connection to ``peer``, which takes it by `open` or `serve`. Raises as `open`."""
+        try:
+            return self.service.run(self.reach(peer, channel, timeout), timeout + 3 * DIAL_WITHIN, check)
+        except TimeoutError:  # `reach` ends earlier, and with an error of its own, if it is carried out at all
+            raise CollectiveTimeoutError(
+                f"rank {self.rank}: waited {timeout:g} s for a connection to {self._called(peer)}: this process has "
+                "not run its network's thread; see what keeps Python's lock for so long"
+            ) from None
+
+    async def ping(self, peer: int, seconds: float) -> None:
+        """Connect to ``peer``, and close the connection; in the service's thread. Shows that it lives, even if packets
+        of older connections are lost and wait to be sent again. Raises as `open`."""
+        (await self.reach(peer, _PING, seconds)).close()
+
+    async def reach(self, peer: int, channel: str, seconds: float) -> Connection:
+        """`dial` in the service's thread."""
+        hello = json.dumps([self._job, self.rank, [peer, *self.addresses[peer]], channel]).encode()
+        loop = asyncio.get_running_loop()
+        begun, pause, attempt = loop.time(), _FIRST_PAUSE, _FIRST_ATTEMPT
+        while True:
+            try:
+                dialling = dial(self.service, *self.addresses[peer], self._key, hello, attempt)
+                return await asyncio.wait_for(dialling, seconds)
+            except (OSError, asyncio.TimeoutError, TransportError) as error:
+                refused, dropped = isinstance(error, ConnectionRefusedError), isinstance(error, ConnectionError)
+                limit = _REFUSED_WITHIN if refused else seconds if dropped else _ANSWER_WITHIN
+                left = begun + min(seconds, limit) - loop.time()
+                if left > 0 and not isinstance(error, TransportError):
+                    await asyncio.sleep(min(pause, left))
+                    pause, attempt = min(2 * pause, _LONGEST_PAUSE), min(2 * attempt, DIAL_WITHIN)
+                    continue
+                why = str(error) or "no answer"
+                where = network.joined(*self.addresses[peer])
+                if refused:
+                    raise RankFailedError(
+                        f"rank {self.rank}: {self._called(peer)} has ended: nobody listens at {where} any more ({why})"
+                    ) from None
+                if dropped:
+                    raise TransportError(
+                        f"rank {self.rank}: {self._called(peer)} has dropped every connection of this rank to {where} "
+                        f"for {seconds:g} s ({why}): it has too many that do not prove the job's key; see what else "
+                        "connects to that port"
+                    ) from None
+                raise TransportError(
+                    f"rank {self.rank}: cannot connect to {self._called(peer)} at {where}: {why}; if a firewall is "
+                    "between the hosts, open the ports of this job's processes, or name another network with "
+                    "COLLECTIVES_NETWORK_INTERFACE"
+                ) from None
+
+    def serve(self, prefix: str, served: Served) -> None:
+        """Have ``served(peer, channel, socket)`` called, in the service's thread, with connections that peers dial on
+        channels that begin with ``prefix``, including those that have arrived already."""
+        self.service.call(self._inbox.serve, prefix, served)
+
+    def end_serving(self, prefix: str) -> None:
+        """End what `serve` has begun."""
+        with suppress(RuntimeError):  # the service has ended
+            self.service.call(self._inbox.end_serving, prefix)
+
+    def key_for(self, use: str) -> bytes:
+        """A key of this job alone, for one use, the same on all ranks."""
+        return hmac.digest(self._key, f"for\0{self._job}\0{use}".encode(), "sha256")
+
+    def _called(self, peer: int) -> str:
+        return f"rank {peer} on {self.names[peer]}"
+
+    def close(self) -> None:
+        """Stop to listen, and end the service. Connections that were taken stay open."""
+        self._listener.close()
+        self.service.close()
+        self._inbox.close()
+
+
+class Links:
+    """The connections of a group: its members of a mesh, and channels of its own.
+
+    Args:
+        mesh: of all ranks of the job.
+        group: its name, alike on its members and different from other groups'.
+        members: the group's ranks, as ranks of the mesh.
+        check: of `Mesh.open`.
+    """
+
+    def __init__(
+        self, mesh: Mesh, group: str, members: Sequence[int], timeout: float, check: Callable[[], object] = lambda: None
+    ) -> None:
+        self.mesh, self.group, self.members = mesh, group, tuple(members)
+        self.rank, self.size = self.members.index(mesh.rank), len(members)
+        self.check = check
+        self._timeout = timeout
+
+    def open(self, peer: int, channel: str) -> Connection:
+        """See `Mesh.open`."""
+        return self.mesh.open(self.members[peer], f"{self.group}/{channel}", self._timeout, lambda: self.check())
+
+    def dial(self, peer: int, channel: str) -> Connection:
+        """See `Mesh.dial`."""
+        return self.mesh.dial(self.members[peer], f"{self.group}/{channel}", self._timeout, lambda: self.check())
+
+    def begin_dial(self, peer: int, channel: str) -> Running[Connection]:
+        """`dial` without waiting."""
+        return self.mesh.service.start(self.mesh.reach(self.members[peer], f"{self.group}/{channel}", self._timeout))
+
+    def take(self, peer: int, channel: str) -> Connection | None:
+        """See `Mesh.take`."""
+        return self.mesh.take(self.members[peer], f"{self.group}/{channel}")
+
+    def serve(self, prefix: str, served: Served) -> None:
+        """See `Mesh.serve`."""
+        known = {member: rank for rank, member in enumerate(self.members)}
+        start = len(self.group) + 1
+        self.mesh.serve(
+            f"{self.group}/{prefix}", lambda peer, channel, sock: served(known[peer], channel[start:], sock)
+        )
+
+    def end_serving(self, prefix: str) -> None:
+        """See `Mesh.end_serving`."""
+        self.mesh.end_serving(f"{self.group}/{prefix}")
+
+
+class Inbox:
+    """The connections that have arrived and were not taken yet, by rank and channel.
+
+    Args:
+        job: of whose connections alone are let in: those of an earlier job of the same key are closed.
+        rank: this process's: what was dialled as another rank, or elsewhere than at ``address``, is closed. Somebody
+            else who listens where a rank has ended, or has others believe that it listens there, could otherwise pass
+            its connections on, proofs and all, and be between two ranks.
+
+    Attributes:
+        address: what this process has told the others to dial, whatever is between the hosts.
+    """
+
+    def __init__(self, job: str, rank: int) -> None:
+        self._job, self._rank = job, rank
+        self.address: tuple[str, int] | None = None
+        self._arrived: dict[tuple[int, str], Connection] = {}
+        self._awaited: dict[tuple[int, str], WakeUp] = {}
+        self._served: dict[str, Served] = {}
+
+    def put(self, hello: bytes, sock: Connection) -> None:
+        """Take in a connection that has proved the key; called in the service's thread."""
+        try:
+            job, peer, dialled, channel = json.loads(hello)
+        except (ValueError, TypeError):
+            job = dialled = channel = None
+        if job != self._job or dialled != [self._rank, *(self.address or ())] or channel == _PING:
+            sock.close()
+            return
+        for prefix, served in self._served.items():
+            if channel.startswith(prefix):
+                served(peer, channel, sock)
+                return
+        known = self._arrived.pop((peer, channel), None)
+        if known is not None:
+            known.close()  # the peer has given it up, and has dialled again
+        self._arrived[peer, channel] = sock
+        awaited = self._awaited.get((peer, channel))
+        if awaited is not None:
+            awaited.set()
+
+    def take(self, peer: int, channel: str, seconds: float) -> Connection | None:
+        """Wait for a connection, and take it out; None if it has not come in time."""
+        sock = self._arrived.pop((peer, channel), None)
+        if sock is None and seconds > 0:
+            self._awaited[peer, channel] = arrival = WakeUp()
+            if (peer, channel) not in self._arrived:
+                arrival.wait(seconds)
+            self._awaited.pop((peer, channel), None)
+            sock = self._arrived.pop((peer, channel), None)
+        return sock
+
+    def serve(self, prefix: str, served: Served) -> None:
+        """See `Mesh.serve`."""
+        self._served[prefix] = served
+        # Copied at once: other threads take connections meanwhile.
+        for peer, channel in [key for key in list(self._arrived) if key[1].startswith(prefix)]:
+            served(peer, channel, self._arrived.pop((peer, channel)))
+
+    def end_serving(self, prefix: str) -> None:
+        """See `Mesh.end_serving`."""
+        self._served.pop(prefix, None)
+
+    def close(self) -> None:
+        """Close what nobody has taken."""
+        while self._arrived:
+            self._arrived.popitem()[1].close()

@@ -1,0 +1,115 @@
+"""What the members of a group have said about themselves, as one of them has heard it through the heart."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from collectives.base.errors import RankFailedError
+from collectives.transport import backoff
+
+if TYPE_CHECKING:
+    from collectives.transport.tcp.heart import Heart
+
+OUTERMOST = "0"
+"""The name of the group of all ranks."""
+AFTER_EVERY_CALL = 1 << 62
+"""The number of the last call of a rank that leaves after a failure: it must not look as if it had left early."""
+
+
+class Notice(enum.IntEnum):
+    """What a rank may say of itself, with a text. The number is the tag of a message of MPI and the kind of a frame of
+    the heart, of which there are lower ones besides."""
+
+    FAILED = 2
+    """The text is the reason."""
+    LEFT = 3
+    """The text is the number of its last call, after which nothing more is told."""
+    HERE = 4
+    """It waits; the text is the number of its present call."""
+
+
+class Notices:
+    """What the other members of one group have said about themselves, or what is known of their ends.
+
+    The service's thread fills the attributes, whose keys are ranks of the group; any thread may read them.
+
+    Attributes:
+        failed: reason by failed rank; a rank that has died has failed.
+        died: of these, those that ended without a word, with a sentence that names rank and host.
+        left: last call by rank that has left.
+        here: present call by waiting rank.
+        gone: the ranks whose connection has ended, for whatever reason.
+    """
+
+    def __init__(self, heart: Heart, group: str, members: Sequence[int]) -> None:
+        self.group = group
+        self.members = tuple(members)
+        self.failed: dict[int, str] = {}
+        self.died: dict[int, str] = {}
+        self.left: dict[int, int] = {}
+        self.here: dict[int, int] = {}
+        self.gone: set[int] = set()
+        self.has_left = False
+        self.closed = False
+        self._heart = heart
+        self._places = {member: place for place, member in enumerate(self.members)}
+
+    def tell(self, notice: Notice, text: str) -> None:
+        """Send a notice to every other member. Does not wait."""
+        if not self.has_left:
+            self.has_left = notice is Notice.LEFT
+            self._heart.tell(self, notice, text)
+
+    def flush(self, seconds: float) -> bool:
+        """Wait for a bounded time until the system has taken all that was told. Returns whether it has."""
+        return backoff.poll(lambda: self._heart.has_told(self), seconds)
+
+    def look_for_failures(self) -> None:
+        """Raise RankFailedError if a member has failed: a death before a failure, and a failure that has a cause of its
+        own before one that another rank's has caused."""
+        if not self.failed:
+            return
+        me = f"rank {self._heart.rank}"
+        for sentence in list(self.died.values()):
+            raise RankFailedError(f"{me}: {sentence}")
+        place, text = min(list(self.failed.items()), key=lambda item: RankFailedError.__name__ in item[1])
+        raise RankFailedError(f"{me}: rank {self.members[place]} has failed:\n{text}")
+
+    def all_left(self) -> bool:
+        """Whether every other member has left or died."""
+        return len(self.left.keys() | self.gone) >= len(self.members) - 1
+
+    def close(self) -> None:
+        """Note that this rank uses the group no more."""
+        self.closed = True
+        self._heart.forget(self)
+
+    def deliver(self, rank: int, notice: Notice, text: str) -> None:
+        """Note what a rank of the job says. In the service's thread."""
+        place = self._places.get(rank)
+        if place is None:
+            return
+        if notice is Notice.FAILED:
+            self.failed.setdefault(place, text)
+        else:
+            (self.left if notice is Notice.LEFT else self.here)[place] = int(text)
+
+    def misses(self, rank: int, silent: bool) -> bool:
+        """Whether the end of a rank of the job is a death: it belongs to the group, has not said that it failed, and
+        not that it leaves.
+
+        Args:
+            silent: whether it fell silent: what it sent before it left may then never arrive.
+        """
+        place = self._places.get(rank)
+        return place is not None and place not in self.failed and (silent or place not in self.left)
+
+    def lose(self, rank: int, sentence: str, silent: bool) -> None:
+        """Note how a rank of the job has ended. In the service's thread."""
+        if self.misses(rank, silent):
+            self.died[self._places[rank]] = sentence
+            self.failed[self._places[rank]] = sentence
+        if rank in self._places:
+            self.gone.add(self._places[rank])

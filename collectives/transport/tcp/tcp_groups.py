@@ -1,0 +1,135 @@
+"""Groups of processes that no MPI connects: they meet through a store, and are connected by TCP."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from collectives.base.config import Config
+from collectives.transport.assembly import blocks_of, hosts_of, make_group
+from collectives.transport.group import Group
+from collectives.transport.tcp.heart import Heart
+from collectives.transport.tcp.mesh import Links, Mesh
+from collectives.transport.tcp.notices import OUTERMOST
+from collectives.transport.tcp.tcp_channel import SPINS, TcpChannel
+from collectives.transport.tcp.tcp_endpoint import TcpEndpoint
+from collectives.transport.tcp.tcp_messages import TcpMessages
+from collectives.transport.tcp.tcp_words import TcpWords
+
+_FEW_SPINS = 2
+
+
+def connect(
+    exchange: Callable[[Any], list[Any]],
+    rank: int,
+    key: bytes | None,
+    config: Config,
+    check: Callable[[], object] = lambda: None,
+) -> Group:
+    """Make the group of the processes that call ``exchange`` together.
+
+    A rank that raises leaves no other rank waiting: those that wait for it raise RankFailedError.
+
+    Args:
+        exchange, rank, key: of `Mesh.join`.
+        config: this rank's settings.
+        check: raises if a rank has failed that has not connected yet.
+
+    Raises:
+        TransportError: a rank cannot be reached.
+        CollectiveTimeoutError: not every rank came within ``config.timeout``.
+        MismatchError: the ranks have different settings.
+        RankFailedError: a rank failed meanwhile.
+        InvalidArgumentError: there is no such network interface.
+    """
+    mesh = Mesh.join(exchange, rank, key, interface=config.network_interface)
+    heart, everybody = None, range(mesh.size)
+    try:
+        heart = Heart(mesh, config.peer_timeout, config.timeout, check)
+        wiring = TcpWiring(mesh, heart, OUTERMOST, everybody, config, partial(_end, mesh, heart), check)
+        wiring.watch(check)  # the heart does not listen yet: a rank that cannot connect is no rank that has died
+        wiring.channel.exchange(None)
+        heart.start()
+        return make_group(wiring, config, everybody)
+    except BaseException as error:
+        if heart is not None:
+            heart.abandon(OUTERMOST, everybody, error)
+        mesh.close()
+        raise
+
+
+def _end(mesh: Mesh, heart: Heart, quiet: bool) -> None:
+    heart.close()
+    mesh.close()
+
+
+class TcpWiring:
+    """`assembly.Wiring` over TCP.
+
+    Args:
+        mesh, heart: of all ranks of the job.
+        group: the group's name, different from any other group's of the job.
+        members: the group's ranks, as ranks of the mesh.
+        config: the settings.
+        end: called with `close`'s argument when the group is closed.
+        check: looks for failures while the group's ranks connect; by default among its own notices.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        heart: Heart,
+        group: str,
+        members: Sequence[int],
+        config: Config,
+        end: Callable[[bool], object] = lambda quiet: None,
+        check: Callable[[], object] | None = None,
+    ) -> None:
+        self._mesh, self._heart, self._group, self._members = mesh, heart, group, tuple(members)
+        self._config, self._end = config, end
+        self._parts = itertools.count()
+        notices = heart.notices(group, members)
+        self.links = Links(mesh, group, members, config.timeout, check or notices.look_for_failures)
+        here = sum(mesh.hosts[member] == mesh.hosts[mesh.rank] for member in members)
+        spins = SPINS if here <= (os.cpu_count() or 1) else _FEW_SPINS
+        self.channel = TcpChannel(self.links, config.timeout, members, notices, spins)
+        self.messages = TcpMessages(self.channel, self.links, config.lanes)
+        self.key = mesh.key_for(f"objects of {group}")
+
+    def endpoint(self) -> TcpEndpoint:
+        return TcpEndpoint(self.links, self._members)
+
+    def words(self) -> TcpWords:
+        return TcpWords(self.channel)
+
+    def hosts(self, local_size: int) -> tuple[tuple[int, ...], ...]:
+        if local_size:
+            return blocks_of(len(self._members), local_size)
+        return hosts_of([self._mesh.hosts[member] for member in self._members])
+
+    def settled(self, hosts: tuple[tuple[int, ...], ...], config: Config) -> TcpWiring:
+        return self
+
+    def watch(self, check: Callable[[], object]) -> None:
+        self.channel.check = self.links.check = check
+
+    def split(self, members: Sequence[int]) -> TcpWiring | None:
+        group = f"{self._group}.{next(self._parts)}"  # alike on all ranks, which divide the group together
+        if self.channel.rank not in members:
+            return None
+        part = [self._members[member] for member in members]
+        # A rank that fails before it has connected tells the ranks of this group, and not those of the part.
+        return TcpWiring(self._mesh, self._heart, group, part, self._config, check=self.links.check)
+
+    def close(self, quiet: bool) -> None:
+        self.messages.close()
+        self.channel.close()
+        self._end(quiet)
+
+    def disconnect(self) -> None:
+        """Close the connections of a wiring that is not used, and leave mesh, heart and notices alone."""
+        self.messages.close()
+        self.channel.disconnect()

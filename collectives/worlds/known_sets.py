@@ -1,0 +1,133 @@
+"""The process sets of a world, by number."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.worlds import initial_process_sets
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.world import World
+
+
+class KnownSets:
+    """The process sets that every rank of a world has made, in the same order. The numbers of removed ones are assigned
+    again, in the order of their removal.
+
+    Args:
+        everyone: the set of all ranks, which has the number 0 and stays.
+    """
+
+    def __init__(self, everyone: ProcessSet) -> None:
+        self._everyone = everyone
+        self._sets: dict[int, ProcessSet] = {0: everyone}
+        self._also: list[ProcessSet] = []
+        """Further objects for sets that are in ``_sets``."""
+        self._free_numbers: deque[int] = deque()
+
+    def __iter__(self) -> Iterator[tuple[int, ProcessSet]]:
+        """Each number and its set, in the order of the numbers."""
+        return iter(sorted(self._sets.items()))
+
+    def of(self, number: int) -> ProcessSet:
+        """The set of a number, whether this rank is in it or not.
+
+        Raises:
+            InvalidArgumentError: there is none.
+        """
+        if number not in self._sets:
+            raise InvalidArgumentError(f"process_set: there is no process set {number}; known are {sorted(self._sets)}")
+        return self._sets[number]
+
+    def add(self, members: ProcessSet, root: World, unlike: bool) -> None:
+        """Make a set and number it; see `collectives.add_process_set`, also for what it raises."""
+        try:
+            if members.process_set_id is not None:
+                raise InvalidArgumentError(f"{members} was added already")
+            if members.ranks is None and members.mpi_comm is not None:
+                raise NotImplementedError(
+                    f"{members}: give init() the sets that are made of communicators, or name the ranks"
+                )
+            ranks = members.ranks if members.ranks is not None else list(range(root.size))
+            number = self._number_of(ranks) if unlike else None
+            if number is not None:
+                raise InvalidArgumentError(f"{members} is a duplicate: process set {number} has the same ranks")
+        except (InvalidTypeError, InvalidArgumentError, NotImplementedError) as error:
+            raise root.refused(error, None) from None
+        self._make(members, root, ranks)
+
+    def add_first(self, given: Sequence[ProcessSet], root: World, comm: Any) -> None:
+        """Make the sets that `init` was given, with the communicator or ranks ``comm`` that it was given.
+
+        Raises:
+            InvalidArgumentError, MismatchError: see `initial_process_sets`, and `recognize`.
+        """
+        mine = []
+        try:
+            mine = [(initial_process_sets.ranks_of(members, comm), members.mpi_comm is not None) for members in given]
+        except InvalidArgumentError as error:
+            raise root.refused(error, "init.process_sets.length") from None
+        for ranks in initial_process_sets.agreed(root, mine):
+            if self._number_of(ranks) is None:
+                self._make(ProcessSet(ranks), root, ranks)
+        self.recognize(given, root, comm)
+
+    def recognize(self, given: Sequence[ProcessSet], root: World, comm: Any) -> None:
+        """Attach the given objects to the known sets of the same ranks.
+
+        Raises:
+            InvalidArgumentError: there is no such set, or another object has it already, or it is of all ranks.
+        """
+        seen: set[int | None] = {0}
+        refused = []
+        for place, members in enumerate(given):
+            ranks = initial_process_sets.ranks_of(members, comm)
+            number = self._number_of(ranks)
+            if number is None:
+                refused.append(
+                    f"process_sets[{place}]: a set of the ranks {list(ranks)} was not added; see add_process_set()"
+                )
+            elif number in seen:
+                members.detach()
+                refused.append(f"process_sets[{place}] is a duplicate: set {number} has the same ranks {list(ranks)}")
+            elif self._sets[number] is not members:
+                members.attach_like(self._sets[number])
+                self._also.append(members)
+            seen.add(number)
+        if refused:
+            raise InvalidArgumentError(f"rank {root.rank}: init: {'; '.join(refused)}")
+
+    def remove(self, members: ProcessSet, root: World) -> bool:
+        """Shut a set down, and free its number; see `collectives.remove_process_set`, also for what it raises."""
+        number = members.process_set_id
+        if not number or not any(known is members for known in (*self._sets.values(), *self._also)):
+            return False
+        child = members.world() if members.included() else None
+        root.remove_process_set(members.ranks or [], child)
+        self._sets.pop(number).detach()
+        for known in [known for known in self._also if known.process_set_id == number]:
+            self._also.remove(known)
+            known.detach()
+        self._free_numbers.append(number)
+        members.detach()
+        return True
+
+    def forget(self) -> None:
+        """Detach all sets from their world, which has ended."""
+        for known in (*self._sets.values(), *self._also):
+            known.detach()
+        self._sets = {0: self._everyone}
+        self._also.clear()
+        self._free_numbers.clear()
+
+    def _number_of(self, ranks: Sequence[int]) -> int | None:
+        """The number of the set that has these ranks; None if there is none."""
+        return next((number for number, known in self if tuple(known.ranks or ()) == tuple(ranks)), None)
+
+    def _make(self, members: ProcessSet, root: World, ranks: Sequence[int]) -> None:
+        child = root.add_process_set(ranks)
+        number = self._free_numbers.popleft() if self._free_numbers else max(self._sets) + 1
+        members.attach(number, root, child)
+        self._sets[number] = members

@@ -1,0 +1,450 @@
+"""The collectives of one world: each makes a handle, and submits the operation or waits for it.
+
+If a rank refuses the arguments of a call, the other ranks are told (`collectives.worlds.refusals`): each of them raises
+an exception as well, and the next calls match again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from collectives.base.errors import InvalidTypeError
+from collectives.base.reduce_op import Op
+from collectives.engine.engine import Engine
+from collectives.engine.handles import Handle
+from collectives.engine.host_handles import itself, store, wrap
+from collectives.engine.request_cache import CachedRequest
+from collectives.engine.requests import HandleFactory
+from collectives.engine.rows import GatheredRows
+from collectives.tensors import arrays
+from collectives.tensors.result_pool import ResultPool
+from collectives.worlds.refusals import Refusals
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from collectives.base.options import CallOptions, RarerReduceOptions, ReduceOptions, ScaleOptions
+
+Tensor = TypeVar("Tensor")
+
+_NDARRAY = np.ndarray
+
+
+class Operations:
+    """What the ranks of a world do together. The methods take the keywords of the functions of `collectives.api` that
+    they are named for, without ``process_set``.
+
+    Args:
+        rank: of the world.
+        ranks: the ranks' numbers in the outermost world; messages call them by these.
+        engine: of the world.
+        handles: makes its handles.
+        pool: where results come from.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        engine: Engine,
+        handles: HandleFactory,
+        pool: ResultPool,
+    ) -> None:
+        self.rank, self.size, self.ranks = rank, len(ranks), ranks
+        self._engine = engine
+        self._handles = handles
+        self._host = handles.host
+        self._requests = handles.host.requests
+        self._run, self._submit = engine.run, engine.submit
+        self._known: Callable[[tuple[Any, ...]], CachedRequest | None] = (
+            handles.host.requests.get if self.size > 1 else _nothing_known
+        )
+        self._pool = pool
+        refusals = Refusals(ranks[rank], self.size == 1, engine, handles)
+        self.check_state, self.refused = refusals.check_state, refusals.refused
+        self.ahead_of, self.composed = refusals.ahead_of, refusals.composed
+        self.begin, self.carry_out = self._begin, self._wait
+
+    def close(self) -> None:
+        """Drop the caches, and with them views into the windows. Later calls are refused."""
+        del self._requests, self._host
+        self._handles.close()
+
+    def memory(self, count: int, dtype: Any) -> Any:
+        """A 1-D uninitialised array of the result pool, for an adapter to pass as ``out``; aligned to 64 bytes."""
+        return self._pool.aligned(count, dtype)
+
+    # ---- all-reduce
+
+    def allreduce(
+        self,
+        tensor: Tensor,
+        average: bool | None = None,
+        *,
+        op: Op | None = None,
+        name: str | None = None,
+        out: Any = None,
+        parts: tuple[tuple[int, ...], ...] = (),
+        **rarer: Unpack[RarerReduceOptions],
+    ) -> Tensor:
+        """``out`` and ``parts``: for adapters, as in `HandleFactory.allreduce`."""
+        entry = None if rarer or parts or out is not None else self._known_as(tensor, average, op, name)
+        if entry is not None:
+            return self._run_out_of_place(entry, tensor, tensor.shape)  # type: ignore[attr-defined]
+        options: ReduceOptions = {"op": op, "name": name, **rarer}
+        if _needs_handle(tensor, options):
+            return self._wait(self._handles.allreduce, options, tensor, average, False, out, parts)
+        try:
+            view: arrays.View = arrays.view(tensor)  # type: ignore[assignment]  # no device tensor comes here
+            entry = self._requests.reducing("allreduce", view, average, options, parts)
+            if out is None:
+                out = self._pool.empty(view.shape, view.dtype)
+        except Exception as error:
+            raise self.refused(error, name) from None
+        flat = out.reshape(-1)
+        if self.size == 1:
+            self.check_state()
+            self._host.scale(entry, view.array, flat)
+            return view.wrap(out)
+        handle = self._run(entry, view.array, flat, wrap, (view, out))
+        return view.wrap(out) if handle is None else handle.wait()
+
+    def allreduce_(
+        self,
+        tensor: Tensor,
+        average: bool | None = None,
+        *,
+        op: Op | None = None,
+        name: str | None = None,
+        parts: tuple[tuple[int, ...], ...] = (),
+        **rarer: Unpack[RarerReduceOptions],
+    ) -> Tensor:
+        """``parts``: for adapters, as in `HandleFactory.allreduce`."""
+        entry = None if rarer or parts else self._known_as(tensor, average, op, name)
+        if entry is not None:
+            array: Any = tensor  # as `_run_in_place`, without the call
+            source = array if array.ndim == 1 else array.reshape(-1)
+            handle = self._run(entry, source, source, store, (array, array))
+            return tensor if handle is None else handle.wait()
+        options: ReduceOptions = {"op": op, "name": name, **rarer}
+        if _needs_handle(tensor, options):
+            return self._wait(self._handles.allreduce, options, tensor, average, True, None, parts)
+        try:
+            view: arrays.View = arrays.view(tensor, writable=True)  # type: ignore[assignment]  # as above
+            entry = self._requests.reducing("allreduce", view, average, options, parts)
+        except Exception as error:
+            raise self.refused(error, name) from None
+        source = view.array
+        if self.size == 1:
+            self.check_state()
+            self._host.scale(entry, source, source)
+        else:
+            handle = self._run(entry, source, source, store, (view, tensor))
+            if handle is not None:
+                return handle.wait()
+        if view.copied:
+            view.store()
+        return tensor
+
+    def allreduce_async(
+        self, tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]
+    ) -> Handle[Tensor]:
+        return self._begin(self._handles.allreduce, options, tensor, average, False)
+
+    def allreduce_async_(
+        self,
+        tensor: Tensor,
+        average: bool | None = None,
+        *,
+        op: Op | None = None,
+        name: str | None = None,
+        **rarer: Unpack[RarerReduceOptions],
+    ) -> Handle[Tensor]:
+        entry = None if rarer else self._known_as(tensor, average, op, name)
+        if entry is None:
+            options: ReduceOptions = {"op": op, "name": name, **rarer}
+            return self._begin(self._handles.allreduce, options, tensor, average, True)
+        array: Any = tensor
+        source = array if array.ndim == 1 else array.reshape(-1)
+        handle = Handle(entry, source, source, itself, array, (), (), None, source)
+        handle.locate()
+        return self._submit(handle)
+
+    def grouped_allreduce(
+        self,
+        tensors: Sequence[Tensor],
+        average: bool | None = None,
+        *,
+        out: Sequence[Any] | None = None,
+        parts: Sequence[Any] | None = None,
+        **options: Unpack[ReduceOptions],
+    ) -> list[Tensor]:
+        """``out`` and ``parts``: for each tensor as in `HandleFactory.allreduce`, for adapters."""
+        return self._wait(self._grouped_allreduce, options, tensors, average, False, out, parts)
+
+    def grouped_allreduce_(
+        self,
+        tensors: Sequence[Tensor],
+        average: bool | None = None,
+        *,
+        parts: Sequence[Any] | None = None,
+        **options: Unpack[ReduceOptions],
+    ) -> list[Tensor]:
+        return self._wait(self._grouped_allreduce, options, tensors, average, True, None, parts)
+
+    def grouped_allreduce_async(
+        self, tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
+    ) -> Handle[list[Tensor]]:
+        return self._begin(self._grouped_allreduce, options, tensors, average, False)
+
+    def grouped_allreduce_async_(
+        self, tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
+    ) -> Handle[list[Tensor]]:
+        return self._begin(self._grouped_allreduce, options, tensors, average, True)
+
+    def _grouped_allreduce(
+        self,
+        options: ReduceOptions,
+        tensors: Any,
+        average: bool | None,
+        in_place: bool,
+        out: Sequence[Any] | None = None,
+        parts: Sequence[Any] | None = None,
+    ) -> Handle:
+        make = self._handles.allreduce
+        if out is None and parts is None:
+            return self._handles.grouped(options, make, tensors, average, in_place)
+        each = zip(out or (None,) * len(tensors), parts or ((),) * len(tensors), strict=True)
+        return self._handles.grouped(options, make, tensors, average, in_place, each=each)
+
+    # ---- the other collectives
+
+    def reducescatter(self, tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]) -> Tensor:
+        keywords = {**options, "op": op}
+        entry = self._known_as(
+            tensor, None, op, options.get("name"), "reducescatter", (), *keywords, *keywords.values()
+        )
+        if entry is None:
+            return self._wait(self._handles.reducescatter, options, tensor, op)
+        return self._run_out_of_place(entry, tensor, self._handles.share(tensor.shape))  # type: ignore[attr-defined]
+
+    def reducescatter_async(
+        self, tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
+    ) -> Handle[Tensor]:
+        return self._begin(self._handles.reducescatter, options, tensor, op)
+
+    def grouped_reducescatter(
+        self, tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
+    ) -> list[Tensor]:
+        return self.grouped_reducescatter_async(tensors, op, **options).wait()
+
+    def grouped_reducescatter_async(
+        self, tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
+    ) -> Handle[list[Tensor]]:
+        return self._begin_group(self._handles.reducescatter, options, tensors, op)
+
+    def broadcast(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
+        entry = self._known_as(tensor, "broadcast", root_rank, *options, *options.values())
+        if entry is None or type(root_rank) is not int:
+            return self._wait(self._handles.broadcast, options, tensor, root_rank, False)
+        return self._run_out_of_place(entry, tensor, tensor.shape)  # type: ignore[attr-defined]
+
+    def broadcast_(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
+        entry = self._known_as(tensor, "broadcast", root_rank, *options, *options.values())
+        if entry is None or type(root_rank) is not int:
+            return self._wait(self._handles.broadcast, options, tensor, root_rank, True)
+        return self._run_in_place(entry, tensor)
+
+    def broadcast_async(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
+        return self._begin(self._handles.broadcast, options, tensor, root_rank, False)
+
+    def broadcast_async_(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
+        return self._begin(self._handles.broadcast, options, tensor, root_rank, True)
+
+    def grouped_broadcast(
+        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
+    ) -> list[Tensor]:
+        return self.grouped_broadcast_async(tensors, root_rank, **options).wait()
+
+    def grouped_broadcast_(
+        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
+    ) -> list[Tensor]:
+        return self.grouped_broadcast_async_(tensors, root_rank, **options).wait()
+
+    def grouped_broadcast_async(
+        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
+    ) -> Handle[list[Tensor]]:
+        return self._begin_group(self._handles.broadcast, options, tensors, root_rank, False)
+
+    def grouped_broadcast_async_(
+        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
+    ) -> Handle[list[Tensor]]:
+        return self._begin_group(self._handles.broadcast, options, tensors, root_rank, True)
+
+    def allgather(self, tensor: Tensor, **options: Unpack[CallOptions]) -> Tensor:
+        entry = self._known_rows(tensor, "allgather", options)
+        if entry is None:
+            return self._wait(self._handles.allgather, options, tensor)
+        array: Any = tensor
+        gathered = GatheredRows((array.shape[0],), lambda: self._handles.allgather(options, tensor))
+        handle = self._run(entry, array if array.ndim == 1 else array.reshape(-1), gathered, None, (array,))
+        return gathered.array if handle is None else handle.wait()  # type: ignore[return-value]  # an array, as the tensor
+
+    def allgather_async(self, tensor: Tensor, **options: Unpack[CallOptions]) -> Handle[Tensor]:
+        return self._begin(self._handles.allgather, options, tensor)
+
+    def grouped_allgather(self, tensors: Sequence[Tensor], **options: Unpack[CallOptions]) -> list[Tensor]:
+        return self.grouped_allgather_async(tensors, **options).wait()
+
+    def grouped_allgather_async(
+        self, tensors: Sequence[Tensor], **options: Unpack[CallOptions]
+    ) -> Handle[list[Tensor]]:
+        return self._begin_group(self._handles.allgather, options, tensors)
+
+    def alltoall(
+        self, tensor: Tensor, splits: Any = None, **options: Unpack[CallOptions]
+    ) -> Tensor | tuple[Tensor, npt.NDArray[np.int64]]:
+        entry = self._known_rows(tensor, "alltoall", options) if splits is None else None
+        if entry is None or tensor.shape[0] % self.size:  # type: ignore[attr-defined]
+            return self._wait(self._handles.alltoall, options, tensor, splits)
+        array: Any = tensor
+        rows = (array.shape[0] // self.size,) * self.size
+        gathered = GatheredRows(rows, lambda: self._handles.alltoall(options, tensor, None))
+        handle = self._run(entry, array if array.ndim == 1 else array.reshape(-1), gathered, None, (array,))
+        return gathered.array if handle is None else handle.wait()  # type: ignore[return-value]  # an array, as the tensor
+
+    def alltoall_async(self, tensor: Any, splits: Any = None, **options: Unpack[CallOptions]) -> Handle[Any]:
+        return self._begin(self._handles.alltoall, options, tensor, splits)
+
+    def barrier(self) -> None:
+        self._wait(lambda _: self._handles.barrier(), {})
+
+    def join(self) -> int:
+        self.check_state()
+        return self._engine.join() if self.size > 1 else self.ranks[0]
+
+    def meet(
+        self,
+        operation: str,
+        deliver: Callable[[Handle], Any] | None = None,
+        *,
+        ranks: tuple[int, ...] | None = None,
+        what: str | None = None,
+    ) -> Any:
+        """Carry out an operation without a tensor, in the agreed order of all operations.
+
+        Args:
+            deliver: makes the result; called on every rank once all have called.
+            ranks, what: must be equal on every rank.
+        """
+        return self._wait(
+            lambda _: self._handles.without_tensor(operation, ranks=ranks, what=what, deliver=deliver), {}
+        )
+
+    # ---- the frequent case: neither a view nor a handle is made
+
+    def _known_as(self, tensor: Any, *key: Any) -> CachedRequest | None:
+        """The request of an array that the engine can work on as it is, if it has come before.
+
+        Args:
+            key: in the request cache, behind dtype and shape.
+        """
+        if type(tensor) is _NDARRAY and tensor.flags.carray:
+            try:
+                return self._known((tensor.dtype, tensor.shape, *key))
+            except TypeError:  # an unhashable argument, which is refused when the request is made
+                return None
+        return None
+
+    def _known_rows(self, tensor: Any, collective: str, options: CallOptions) -> CachedRequest | None:
+        """`_known_as` for an allgather or an all-to-all."""
+        if type(tensor) is _NDARRAY and tensor.ndim and tensor.flags.carray:
+            try:
+                return self._known((collective, tensor.dtype, tensor.shape[1:], *options, *options.values()))
+            except TypeError:  # as above
+                return None
+        return None
+
+    def _run_in_place(self, entry: CachedRequest, array: Any) -> Any:
+        source = array if array.ndim == 1 else array.reshape(-1)
+        handle = self._run(entry, source, source, store, (array, array))
+        return array if handle is None else handle.wait()
+
+    def _run_out_of_place(self, entry: CachedRequest, array: Any, shape: tuple[int, ...]) -> Any:
+        try:
+            result = self._pool.empty(shape, entry.dtype)
+        except Exception as error:
+            raise self.refused(error, entry.name) from None
+        source, out = (array, result) if array.ndim == 1 else (array.reshape(-1), result.reshape(-1))
+        handle = self._run(entry, source, out, wrap, (array, result))
+        return result if handle is None else handle.wait()
+
+    # ---- handles
+
+    def poll(self, handle: Handle) -> bool:
+        return _a_handle(handle).poll()
+
+    def synchronize(self, handle: Handle[Tensor], timeout: float | None = None) -> Tensor:
+        return _a_handle(handle).wait(timeout)
+
+    def _begin(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Handle:
+        """Submit the operation of ``make(options, *arguments)``, or tell the other ranks why it is refused."""
+        try:
+            handle = make(options, *arguments)
+            if handle.fence is not None or handle.members:
+                self._mark(handle)
+        except Exception as error:
+            raise self.refused(error, options.get("name")) from None
+        if self.size == 1:
+            self.check_state()
+            return self._handles.run_alone(handle)
+        handle.locate()
+        return self._engine.submit(handle)
+
+    def _begin_group(
+        self, make: Callable[..., Handle], options: CallOptions, tensors: Sequence[Any], *arguments: Any
+    ) -> Handle:
+        return self._begin(self._handles.grouped, options, make, tensors, *arguments)
+
+    def _wait(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Any:
+        """Carry out the operation of ``make(options, *arguments)``, or tell the other ranks why it is refused."""
+        try:
+            handle = make(options, *arguments)
+            if handle.fence is not None or handle.members:
+                self._mark(handle)
+        except Exception as error:
+            raise self.refused(error, options.get("name")) from None
+        if self.size == 1:
+            self.check_state()
+            return self._handles.run_alone(handle).wait()
+        if self._engine.run(handle.entry, handle.source, handle.out, handle=handle) is None:
+            self._engine.guarded(handle.finish)  # which may be a meeting of all ranks
+        return handle.wait()
+
+    def _mark(self, handle: Handle) -> None:
+        """Order an operation on GPU tensors after the work that their streams have been given so far."""
+        if any(part.fence is not None for part in (handle, *handle.members)):
+            self._handles.devices().mark(handle)
+
+
+def _nothing_known(key: tuple[Any, ...]) -> None:
+    """A world of one rank runs no operation through the engine."""
+
+
+def _needs_handle(tensor: Any, options: ReduceOptions) -> bool:
+    """Whether an all-reduce cannot take the path without a handle."""
+    return (
+        options.get("compression") is not None
+        or options.get("stream") is not None
+        or (type(tensor) is not np.ndarray and arrays.on_device(tensor))
+    )
+
+
+def _a_handle(handle: Any) -> Handle:
+    if not isinstance(handle, Handle):
+        raise InvalidTypeError(f"handle: expected what an asynchronous operation returned, got {type(handle).__name__}")
+    return handle

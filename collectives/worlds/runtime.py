@@ -1,0 +1,471 @@
+"""The default world: joining and leaving the other ranks, and the process sets among them.
+
+Only this module and `collectives.api` know a default world; all else takes its state from a `World`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from collectives.base import interrupts, launchers, logging
+from collectives.base.config import Config, unknown
+from collectives.base.errors import (
+    CollectivesError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    NotInitializedError,
+)
+from collectives.base.options import ProcessSetLike
+from collectives.engine.messages.matching import ANY_SOURCE
+from collectives.transport.stores.rendezvous import Asked
+from collectives.transport.stores.rendezvous import asked as check_asked
+from collectives.worlds import connect, summary
+from collectives.worlds.failures import RECORDS, Hooks, install
+from collectives.worlds.known_sets import KnownSets
+from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+global_process_set = ProcessSet(None)
+"""All ranks."""
+
+_RANK_VARIABLES = (
+    *("COLLECTIVES_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
+    *("RANK", "SLURM_PROCID", "JAX_PROCESS_ID"),
+)
+"""Launchers' variables of this rank's number."""
+
+
+class _Default:
+    """The default world and its process sets: the one module-level state.
+
+    Attributes:
+        world: None before `init` and after `shutdown`.
+        hooks: watch how the process ends.
+        lock: of `init` and `shutdown`; reentrant, because a signal handler may shut down while its thread is in `init`.
+        joining: whether `init` is connecting the ranks.
+        told: the rank and size that the program has told `init`, under one key.
+        known: its process sets.
+        comm: as given to `init`.
+        was_shut_down: for the message of calls without a world.
+        interrupted: whether `init` was left by an exception of another origin, so that the other ranks may wait in it.
+    """
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self.hooks: Hooks | None = None
+        self.lock = threading.RLock()
+        self.joining = False
+        self.told: dict[str, tuple[int | None, int | None]] = {}
+        self.known = KnownSets(global_process_set)
+        self.comm: Any = None
+        self.was_shut_down = False
+        self.interrupted = False
+
+    @contextmanager
+    def as_one_rank(self, asked: Asked) -> Iterator[None]:
+        """Have this process be the rank that the program tells `init`, and no other.
+
+        Raises:
+            InvalidArgumentError: it is another one already, perhaps in another thread, for which the lock would wait.
+        """
+        if asked.rank is not None:
+            world, told = self.world, (asked.rank, asked.size)
+            rank, size = self.told.setdefault("", told) if world is None else (world.rank, world.size)
+            if (rank, size) != told:
+                raise InvalidArgumentError(
+                    f"init: rank={asked.rank}, size={asked.size}: this process is rank {rank} of {size} already, and a "
+                    "process is one rank, whatever its threads: start each rank in a process of its own (under Dask: "
+                    "workers with one thread each, and one task for each worker), or call shutdown() first"
+                )
+        try:
+            yield
+        finally:
+            if self.world is None and not self.joining:
+                self.told.clear()
+
+    def forget(self) -> None:
+        """Drop the world and its process sets."""
+        self.known.forget()
+        self.told.clear()
+        self.world = self.comm = global_process_set.mpi_comm = None
+        self.was_shut_down = True
+        logging.place(None)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock, and let signal handlers raise only while this thread waits: so an interrupt leaves `init` with
+        a world or without one, and `shutdown` with the world or without it."""
+        with interrupts.deferred():
+            interrupts.acquire(self.lock)
+            try:
+                yield
+            finally:
+                self.lock.release()
+
+
+default = _Default()
+
+
+def init(
+    comm: MPI.Intracomm | Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet | Iterable[int] | MPI.Comm] | str | None = None,
+    *,
+    rendezvous: str | None = None,
+    store: Any = None,
+    rank: int | None = None,
+    size: int | None = None,
+) -> None:
+    """Join the other ranks; every rank calls it before any other function. Reads the environment (see `Config`).
+
+    Until `shutdown`, further calls do nothing. After an exception, an interrupt included, it may be called again on
+    every rank that raised; a rank that ends instead ends the job. Without a launcher there is one rank, and MPI is
+    neither needed nor started.
+
+    What the caller says decides where the ranks meet, then ``COLLECTIVES_RENDEZVOUS``; else MPI, where its launcher
+    has started them; else what torchrun, Slurm, ``TF_CONFIG`` or JAX's variables say. (Not if the process has set
+    ``COLLECTIVES_ALLOW_SINGLE=1``.)
+
+    Args:
+        comm: an mpi4py intracommunicator, which is duplicated, or the ranks of COMM_WORLD that take part; all of
+            COMM_WORLD by default.
+        process_sets: added as by `add_process_set`; equal on every rank, or communicators, of which each rank has its
+            own. Horovod's ``"dynamic"`` adds none. Those given to a second call must be known.
+        rendezvous: where the ranks meet, such as ``"tcp://node1:29400"``: an address of rank 0's host, and a port that
+            is free there. MPI is neither needed nor started.
+        store: at which the ranks meet, instead: anything with ``set(key, value)``, ``get(key)`` and
+            ``wait(keys, timeout)``, such as torch's stores. Who can read it can join, unless ``COLLECTIVES_KEY`` is
+            set.
+        rank, size: of this process, with ``rendezvous`` or ``store``; by default ``COLLECTIVES_RANK`` and
+            ``COLLECTIVES_SIZE``, or what a launcher says.
+
+    Raises:
+        MissingDependencyError: an MPI launcher has started several ranks, but no MPI library can be loaded, and nothing
+            says where they meet.
+        TransportError: a launcher has started several processes, but nothing says where they meet, or this is not the
+            MPI that it belongs to, so that this process finds itself alone (``COLLECTIVES_ALLOW_SINGLE=1`` makes a
+            world of one rank instead); or what is where the ranks meet is no store of this job.
+        InvalidArgumentError: an invalid setting in the environment, or ranks in ``comm``; arguments that do not go
+            together; this process is another rank already, perhaps in another thread; or two process sets have the same
+            ranks, or one has all: then the world and the other sets exist.
+        CollectiveTimeoutError: not every rank has called in time.
+        RankFailedError: a rank raised in the middle of its `init`.
+        ForkedProcessError: this process was started by a rank, and is not a rank itself.
+    """
+    asked = check_asked(comm, rendezvous, store, rank, size)
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise InvalidArgumentError(f'process_sets: expected process sets or "dynamic", got {process_sets!r}')
+        process_sets = ()
+    sets = [members if isinstance(members, ProcessSet) else ProcessSet(members) for members in process_sets or ()]
+    with interrupts.deferred(), default.as_one_rank(asked), default.held():
+        if default.world is not None:
+            default.known.recognize(sets, default.world, default.comm)
+            return
+        if default.joining:
+            raise InvalidArgumentError(
+                "init() was called within init(), from a signal handler; let it set a flag, and call init() later"
+            )
+        connect.check_place(asked)
+        several = launchers.mpi_may_join(os.environ) or launchers.several(os.environ) is not None
+        if "mpi4py.MPI" in sys.modules or several or asked.explicit:
+            _watch_exit()  # the others must not wait for a rank that fails for an invalid setting
+        config = Config.from_environment()
+        logging.configure(config.log_level)
+        default.joining = True
+        try:
+            world = _join(comm, config, asked)
+        finally:
+            default.joining = False
+        logging.place(world.rank)
+        _log_description(world)
+    if world.config.timeline:
+        world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles)
+    if sets:
+        with interrupts.deferred():
+            default.known.add_first(sets, world, default.comm)
+
+
+def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Asked) -> World:
+    """Make the default world. After an exception it can be tried again, and no other rank waits for this one."""
+    group = None
+    try:
+        group = connect.connect(comm, config, _watch_exit, asked)
+        world = World(group, group.config or config)
+        global_process_set.attach(0, world, world)
+        if world.size > 1:
+            connect.take_place(asked)
+        elif default.hooks is not None:
+            default.hooks.remove()
+            default.hooks = None
+        global_process_set.mpi_comm = None if isinstance(comm, Sequence) else comm
+        default.was_shut_down = False
+        default.comm = comm
+        default.world = world
+    except BaseException as error:
+        default.interrupted = not isinstance(error, CollectivesError) or isinstance(error, CollectiveTimeoutError)
+        if group is not None:
+            group.control.fail(f"{type(error).__name__}: {error}")
+        raise
+    default.interrupted = False
+    return world
+
+
+def shutdown() -> None:
+    """Leave the other ranks. Does nothing before `init`. Does not finalise MPI, which the program may still use.
+
+    An interrupt while another thread's call has to end first leaves the world as it was: call it again. Later ones are
+    raised when this rank has left.
+    """
+    with default.held():
+        # Without a world the hooks stay: `init` may have been interrupted, and the others wait in it for this rank.
+        if default.world is not None:
+            try:
+                default.world.shutdown()
+            except Exception:
+                default.forget()
+                raise
+            default.forget()
+            if default.hooks is not None:
+                default.hooks.remove()
+                default.hooks = None
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called, and `shutdown` not since."""
+    return default.world is not None
+
+
+def world() -> World:
+    """The default world.
+
+    Raises:
+        NotInitializedError: before `init` or after `shutdown`.
+    """
+    current = default.world
+    if current is None:
+        again = "was shut down; call collectives.init() again"
+        when = again if default.was_shut_down else "has not been initialized; call collectives.init()"
+        raise NotInitializedError(f"collectives {when} on every rank before any other function")
+    return current
+
+
+def rank() -> int:
+    """This rank, from 0 to `size` - 1."""
+    return world().rank
+
+
+def size() -> int:
+    """The number of ranks."""
+    return world().size
+
+
+def local_rank() -> int:
+    """This rank among the ranks of its host."""
+    return world().local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this host."""
+    return world().local_size
+
+
+def local_device() -> int:
+    """This rank's GPU, as its process numbers them: ``COLLECTIVES_DEVICE``, or the one of its `local_rank`.
+
+    For programs to select it, as in ``torch.cuda.set_device(collectives.local_device())``. Collectives run on the GPU
+    of their tensors, which may be another one. More ranks than GPUs share them.
+
+    Raises:
+        MissingDependencyError: GPUs cannot be used here; names what is missing.
+        InvalidArgumentError: there is no GPU of that number.
+    """
+    from collectives.device import selection  # not imported by programs without GPUs
+
+    current = world()
+    return selection.choose(current.local_rank, current.config.device if current.config.device >= 0 else None)
+
+
+def cross_rank() -> int:
+    """The number of this host among those that have a rank with this local rank."""
+    return world().cross_rank
+
+
+def cross_size() -> int:
+    """The number of hosts that have a rank with this local rank."""
+    return world().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of ranks."""
+    return world().is_homogeneous
+
+
+def world_of(process_set: ProcessSetLike | int | None) -> World:
+    """The world of a process set, of its number, or of all ranks.
+
+    Raises:
+        NotInitializedError: before `init`, or the set was not added.
+        InvalidArgumentError: this rank is not in the set, or there is no set of that number.
+    """
+    if process_set is None:
+        return default.world or world()
+    if process_set is global_process_set:
+        return world()
+    if type(process_set) is ProcessSet:
+        return process_set.world()
+    if isinstance(process_set, int) and not isinstance(process_set, bool):
+        return process_set_of(process_set).world()
+    raise InvalidTypeError(f"process_set: expected a ProcessSet, got {process_set!r}")
+
+
+def process_set_of(number: int) -> ProcessSet:
+    """The process set of a number, whether this rank is in it or not.
+
+    Raises:
+        NotInitializedError: before `init`. InvalidArgumentError: there is no set of that number.
+    """
+    world()
+    return default.known.of(number)
+
+
+def root_in(process_set: ProcessSetLike | int | None, root_rank: Any, name: str | None = None) -> Any:
+    """Convert a root from a rank of all ranks to a rank of a process set; a refusal is told to the set's other ranks.
+
+    Args:
+        process_set: the set, or its number; None for all ranks.
+        root_rank: the root.
+        name: of the operation.
+    """
+    if process_set is None or process_set is global_process_set:
+        return root_rank
+    members = world_of(process_set)
+    known: Any = default.known.of(process_set) if isinstance(process_set, int) else process_set
+    try:
+        return known.number_of(root_rank)
+    except InvalidArgumentError as error:
+        raise members.refused(error, name) from None
+
+
+def peer_in(process_set: ProcessSetLike | int | None, rank: Any, argument: str) -> Any:
+    """Convert the other side of a message from a rank of all ranks to a rank of a process set; negative numbers stand
+    for any rank, and stay.
+
+    Raises:
+        InvalidArgumentError: the rank is not in the set.
+    """
+    if process_set is None or process_set is global_process_set or rank == ANY_SOURCE:
+        return rank
+    members = world_of(process_set)
+    known: Any = default.known.of(process_set) if isinstance(process_set, int) else process_set
+    try:
+        return known.number_of(rank, argument)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"rank {members.ranks[members.rank]}: {error}") from None
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int], *, unlike: bool = False) -> ProcessSet:
+    """Make a process set; every rank calls it, in the same order as other collectives.
+
+    Args:
+        process_set: a `ProcessSet`, or the ranks of one.
+        unlike: whether to refuse, as Horovod does, the ranks of a known set, or all ranks. Otherwise that makes a
+            further set with independent operations.
+
+    Returns:
+        The process set.
+
+    Raises:
+        InvalidArgumentError: there are no such ranks, or the set was added already, or a duplicate is refused.
+        NotImplementedError: it was made of a communicator, which only `init` takes.
+        MismatchError: the ranks' sets differ.
+    """
+    root = world()
+    try:
+        members = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    except (InvalidTypeError, InvalidArgumentError) as error:
+        raise root.refused(error, None) from None
+    with interrupts.deferred():
+        default.known.add(members, root, unlike)
+    return members
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Shut down a process set; every rank calls it. Operations in flight on it fail.
+
+    Returns:
+        Whether it was known; the set of all ranks cannot be removed.
+
+    Raises:
+        MismatchError: the ranks' sets differ; all of them stay.
+    """
+    if not process_set.process_set_id:
+        return False
+    root = world()
+    with interrupts.deferred():
+        return default.known.remove(process_set, root)
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Begin to record the engine's work, as a trace that Perfetto and Chrome open; every rank calls it.
+
+    Args:
+        file_path: rank 0's is the file of all ranks; ``collectives.launch.timeline_report`` draws a report from it.
+        mark_cycles: whether to mark every negotiation round.
+    """
+    world().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Stop recording, and finish the file."""
+    world().stop_timeline()
+
+
+def _log_description(world: World) -> None:
+    """Log a description of the world, and unknown settings in the environment, on rank 0."""
+    if world.rank:
+        return
+    mpi = sys.modules.get("mpi4py.MPI") if world.network == "mpi" else None
+    library = summary.mpi_version(mpi.Get_library_version()) if mpi else ""
+    placement, transport = world.planner.placement, world.config.transport
+    logging.logger.info("%s", summary.describe(placement, transport, library, world.network))
+    for sentence in unknown(os.environ):
+        logging.logger.warning("%s", sentence)
+
+
+def _watch_exit() -> None:
+    """Watch how this process ends, from before it joins the others, which may already wait for it."""
+    if default.hooks is None:
+        connect.finalize_at_exit()  # exit handlers run in reverse order
+        rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), "0")
+        records = os.environ.get(RECORDS)
+        default.hooks = install(int(rank), connect.abort, _publish, records, all_left=_all_left, leave=_leave)
+
+
+def _publish(text: str) -> None:
+    default.interrupted = False  # this failure is published, and ends the job with its own exit code
+    if default.world is not None:
+        default.world.fail(text)
+
+
+def _all_left() -> bool:
+    return default.world is None or default.world.all_left()
+
+
+def _leave() -> None:
+    if default.world is not None:
+        default.world.leave()
+    elif default.interrupted:
+        print(
+            "collectives: init() was interrupted, and this rank ends without having joined the others: ending the job",
+            file=sys.stderr,
+        )
+        connect.abort(1)

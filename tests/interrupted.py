@@ -1,13 +1,18 @@
 """Interrupt ranks at random moments of `init`, of every kind of call, and of `shutdown`, and go on.
 
+    python -m tests.interrupted --count 2000                          # both MPIs and no MPI, 1 to 3 ranks, in turns
+    python -m tests.interrupted --world openmpi --ranks 3 --count 100 --seed 7
+
 Each rank goes through epochs of `init`, some calls, and `shutdown`. A timer interrupts it at a random moment of some of
 them, by an exception of a random kind. A rank has been interrupted rightly if just that exception comes out, all others
 get it as the cause of a RankFailedError, nobody waits for longer than a few seconds, and all meet again in the next
-`init`. At the end no more threads, descriptors and mappings are there than after the first epochs.
+`init`. At the end no more threads, descriptors and mappings are there than after the first epochs. Exit code 1 if
+anything is wrong.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import signal
@@ -25,6 +30,7 @@ import collectives as hvd
 from tests.mpirun import Result, run_command, run_ranks
 from tests.ports import free_port
 
+WORLDS = ("tcp", "openmpi", "mpich")
 LONGEST = 5.0
 """Seconds that an interrupted call, and one whose peer was interrupted, may take."""
 _SETTLED = 10
@@ -203,7 +209,7 @@ def interrupt(
     world: str, ranks: int, count: int, seed: int, timeout: float = 300, env: Mapping[str, str] | None = None
 ) -> Result:
     """Run a job in which each rank is interrupted ``count`` times; bounded."""
-    arguments = ["-m", "tests.interrupted", str(count), str(seed)]
+    arguments = ["-m", "tests.interrupted", "--rank", "--count", str(count), "--seed", str(seed)]
     if world != "tcp":
         return run_ranks(ranks, arguments, mpi=world, timeout=timeout, env=env)
     address = f"tcp://localhost:{free_port()}"
@@ -215,5 +221,34 @@ def interrupt(
     return run_command(["bash", "-c", program, "bash", sys.executable, *arguments], timeout=timeout, env=environment)
 
 
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    flags.add_argument("--count", type=int, default=100, help="interrupts in all, or of this rank")
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--world", choices=WORLDS, help="only this one")
+    flags.add_argument("--ranks", type=int, help="only so many")
+    flags.add_argument("--rank", action="store_true", help="be one of the ranks")
+    given = flags.parse_args()
+    if given.rank:
+        be_a_rank(given.count, given.seed)
+        return
+    worlds = [(world, ranks) for world in ([given.world] if given.world else WORLDS) for ranks in (1, 2, 3)]
+    worlds = [(world, ranks) for world, ranks in worlds if given.ranks in (None, ranks)]
+    wrong = 0
+    for world, ranks in worlds:
+        each = -(-given.count // (len(worlds) * ranks))
+        try:
+            result = interrupt(world, ranks, each, given.seed)
+        except AssertionError as error:
+            print(error, flush=True)
+            wrong += 1
+            continue
+        text = result.output + "".join(result.ranks)
+        wrong += "WRONG" in text or "SLOW" in text
+        print(f"{world}, {ranks} ranks, {each} interrupts each, {result.seconds:.0f} s:\n{text}", flush=True)
+    print(f"{wrong} of {len(worlds)} jobs wrong")
+    sys.exit(bool(wrong))
+
+
 if __name__ == "__main__":
-    be_a_rank(int(sys.argv[1]), int(sys.argv[2]))
+    main()

@@ -1,5 +1,7 @@
 """Kill a rank with SIGKILL in the middle of operations on mapped memory, and look at the others.
 
+    python -m tests.killed_ranks 0 100        the deaths of seeds 0 to 99
+
 The ranks are processes without MPI (`tests.processes`), so that nobody ends the survivors. Each of them must raise
 RankFailedError within `BOUND` seconds of the death, and keep nothing of its peers when its world is gone: no mapping,
 no descriptor.
@@ -7,8 +9,10 @@ no descriptor.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -132,3 +136,26 @@ def _mappings() -> tuple[list[str], int]:
     inodes = {os.fstat(arena.piece(number).descriptor).st_ino for number in arena.numbers()}
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line for line in lines if "memfd:collectives" in line and int(line.split()[4]) not in inodes], len(inodes)
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(prog="tests.killed_ranks", description=(__doc__ or "").partition("\n")[0])
+    flags.add_argument("first", type=int)
+    flags.add_argument("count", type=int)
+    flags.add_argument("--operation", choices=OPERATIONS, help="only this one")
+    flags.add_argument("--within", type=float, default=float("inf"), help="seconds after which no more are started")
+    given = flags.parse_args()
+    begun, done, wrong = time.monotonic(), 0, 0
+    for seed in range(given.first, given.first + given.count):
+        if time.monotonic() - begun > given.within:
+            break
+        problems = die(seed, given.operation)
+        done, wrong = done + 1, wrong + bool(problems)
+        for problem in problems:
+            print(problem, flush=True)
+    print(f"{done} deaths in {time.monotonic() - begun:.0f} s; {wrong} wrong")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,9 @@
 """Let ranks and hosts die in the middle of operations between hosts, and look at the others.
 
+    python -m tests.lost_hosts 0 60               the deaths of seeds 0 to 59, over TCP
+    python -m tests.lost_hosts 0 10 --mpi         under Open MPI's mpirun; --mpi mpich: under MPICH's
+    python -m tests.lost_hosts 0 10 --how cut     only hosts whose cable is pulled
+
 The hosts are made on this machine (`tests.clusters`). Without MPI nobody ends the survivors. Each of them must raise
 RankFailedError in time, name a rank that was lost, and end; on the hosts that are left no process and no memory may
 stay. A network that is down for less than the timeout, or a process that is stopped for so long, must do no harm.
@@ -7,6 +11,7 @@ stay. A network that is down for less than the timeout, or a process that is sto
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -17,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -29,7 +34,7 @@ from collectives.transport import backoff
 from collectives.worlds import runtime
 from tests.clusters import Cluster, cluster
 from tests.killed_ranks import OPERATIONS, calls
-from tests.mpirun import ROOT, python_for, rank_environment
+from tests.mpirun import IMPLEMENTATIONS, ROOT, python_for, rank_environment
 
 HOWS = ("killed", "off", "cut", "stopped", "cut for a moment", "stopped for a moment")
 """A rank is killed; a host is switched off, or its cable is pulled; a rank is stopped; the last two end in time."""
@@ -114,7 +119,10 @@ def lose(plan: Plan) -> list[str]:
 def _started(plan: Plan, hosts: Cluster, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The ranks: a process of each, or mpirun's."""
     python = python_for(plan.mpi) if plan.mpi else Path(sys.executable)
-    program = [str(python), "-m", _MARK, str(folder), plan.operation, str(plan.count), *["survive"] * plan.survives]
+    program = [str(python), "-m", _MARK, "0", "0", "--rank", str(folder)]
+    program += ["--operation", plan.operation, "--count", str(plan.count)]
+    if plan.survives:
+        program += ["--until-stopped"]
     variables = {"COLLECTIVES_PEER_TIMEOUT": str(plan.timeout), "COLLECTIVES_TIMEOUT": "60"}
     common = rank_environment(variables)
     if plan.mpi:
@@ -290,5 +298,35 @@ def _write(path: Path, text: str) -> None:
     part.rename(path)
 
 
+def main() -> None:
+    flags = argparse.ArgumentParser(prog=f"python -m {_MARK}", description=(__doc__ or "").partition("\n")[0])
+    flags.add_argument("first", type=int)
+    flags.add_argument("number", type=int)
+    flags.add_argument("--how", choices=HOWS, help="only so")
+    flags.add_argument("--mpi", nargs="?", const="openmpi", default="", choices=IMPLEMENTATIONS, help="under mpirun")
+    flags.add_argument("--within", type=float, default=float("inf"), help="seconds after which no more are started")
+    flags.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    flags.add_argument("--operation", help=argparse.SUPPRESS)
+    flags.add_argument("--count", type=int, help=argparse.SUPPRESS)
+    flags.add_argument("--until-stopped", action="store_true", help=argparse.SUPPRESS)
+    given = flags.parse_args()
+    if given.rank:
+        _be_a_rank(given.rank, given.operation, given.count, given.until_stopped)
+        return
+    begun, done, wrong = time.monotonic(), 0, 0
+    for seed in range(given.first, given.first + given.number):
+        if time.monotonic() - begun > given.within:
+            break
+        plan, at = draw(seed, given.how, given.mpi), time.monotonic()
+        problems = lose(plan)
+        done, wrong = done + 1, wrong + bool(problems)
+        print(f"{plan}: {'WRONG' if problems else 'ok'}, {time.monotonic() - at:.0f} s", flush=True)
+        for problem in problems:
+            print(problem, flush=True)
+    print(f"{done} deaths in {time.monotonic() - begun:.0f} s; {wrong} wrong")
+    sys.exit(bool(wrong))
+
+
 if __name__ == "__main__":
-    _be_a_rank(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), len(sys.argv) > 4)
+    with suppress(KeyboardInterrupt):
+        main()

@@ -1,4 +1,4 @@
-"""Ranks killed in the middle of operations on mapped memory; other seeds are other deaths."""
+"""Ranks killed in the middle of operations on mapped memory; more of them: ``python -m tests.killed_ranks 0 100``."""
 
 from __future__ import annotations
 

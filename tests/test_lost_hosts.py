@@ -1,4 +1,4 @@
-"""Ranks and hosts that die between hosts, over TCP and under mpirun; other seeds are other deaths."""
+"""Ranks and hosts that die between hosts; more, and under mpirun: ``python -m tests.lost_hosts 0 60 [--mpi]``."""
 
 from __future__ import annotations
 

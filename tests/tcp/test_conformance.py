@@ -3,7 +3,6 @@ messages only."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from collectives.base.config import Config
 from collectives.transport.group import Group
 from tests import conformance
+from tests.every_scenario import OF_GROUPS, name_of
 from tests.processes import by_tcp, group_alone
 from tests.teams import Team
 
@@ -30,12 +30,6 @@ def connected(name: str) -> Team:
     return Team(size, Config(timeout=30, **settings), connect=by_tcp, make_world=group_alone)
 
 
-def where_it_applies(check: Check, group: Group) -> None:
-    assert group.messages is not None
-    if group.memory is not None or check not in conformance.memory_checks:
-        check(group)
-
-
 @pytest.fixture(scope="module", params=list(GROUPS))
 def team(request: pytest.FixtureRequest) -> Iterator[Team]:
     team = connected(request.param)
@@ -43,13 +37,9 @@ def team(request: pytest.FixtureRequest) -> Iterator[Team]:
     team.end()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [*conformance.control_checks, *conformance.memory_checks, *conformance.message_checks],
-    ids=lambda check: check.__name__,
-)
+@pytest.mark.parametrize("check", OF_GROUPS, ids=name_of)
 def test_check(check: Check, team: Team) -> None:
-    team.run(functools.partial(where_it_applies, check))
+    team.run(check)
 
 
 @pytest.mark.parametrize("name", GROUPS)

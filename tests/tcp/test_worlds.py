@@ -1,4 +1,7 @@
-"""Scenarios over TCP: ranks as processes that no MPI connects, on pretended hosts, and over messages only."""
+"""Scenarios over TCP: ranks as processes that no MPI connects, on pretended hosts, and over messages only.
+
+`python -m tests.every_scenario` has all scenarios in worlds of all shapes.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from collectives.base.errors import RankFailedError
 from collectives.transport.tcp.tcp_groups import TcpWiring
 from collectives.worlds.world import World
 from tests import engine_scenarios, persistent_scenarios, scenarios
+from tests.every_scenario import mapped
 from tests.processes import by_tcp, run
 from tests.teams import Team
 
@@ -42,12 +46,6 @@ def in_worlds(*names: str) -> Any:
 def each(functions: list[Scenario]) -> Any:
     """A test of each scenario."""
     return pytest.mark.parametrize("scenario", functions, ids=lambda scenario: scenario.__name__)
-
-
-def mapped(scenario: Scenario, world: World) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(persistent_scenarios, "empty", persistent_scenarios.mapped)
-        scenario(world)
 
 
 @in_worlds("2-hosts", "2-and-1", "5-messages")

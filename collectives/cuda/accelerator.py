@@ -215,11 +215,11 @@ class Accelerator:
     def pinned(self, name: str, count: int, dtype: np.dtype[Any]) -> Array:
         """Page-locked host memory by name, as ``count`` elements of ``dtype``; reallocated when it must grow."""
         nbytes = count * dtype.itemsize
-        found = self._pinned.get(name)
-        if found is None or found.nbytes < nbytes:
+        buffer = self._pinned.get(name)
+        if buffer is None or buffer.nbytes < nbytes:
             self.wait()
-            found = self._pinned[name] = self.device.pinned(max(1 << 16, 1 << (nbytes - 1).bit_length()))
-        return found[:nbytes].view(dtype)
+            buffer = self._pinned[name] = self.device.pinned(max(1 << 16, 1 << (nbytes - 1).bit_length()))
+        return buffer[:nbytes].view(dtype)
 
     def adopt(self, packing: Packing, user: Any) -> Packing:
         """Have `tidy` release ``packing`` once ``user`` is gone and the GPU is done; at the latest `free` does."""

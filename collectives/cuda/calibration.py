@@ -45,10 +45,10 @@ def calibrate(accelerator: Accelerator) -> None:
         return
     address = accelerator.buffers.get("bucket", _SIZES[-1])
     accelerator.device.clear(address, _SIZES[-1], accelerator.executor.main)
-    mine = [
+    own_times = [
         (_time(accelerator, address, nbytes, True), _time(accelerator, address, nbytes, False)) for nbytes in _SIZES
     ]
-    slowest = np.max(context.control.exchange(mine), axis=0)
+    slowest = np.max(context.control.exchange(own_times), axis=0)
     until = 0
     for nbytes, (by_host, otherwise) in zip(_SIZES, slowest, strict=True):
         if by_host >= otherwise:

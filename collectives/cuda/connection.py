@@ -100,8 +100,8 @@ class Connection:
         exchange = context.control.exchange
         memory, card, no_ipc = self._offer_memory()
         library = nccl.library()
-        mine = _DeviceInfo(self._device.identity, card, no_ipc, library.why_not() or "", library.shares_gpus())
-        every: list[_DeviceInfo] = exchange(mine)
+        own_info = _DeviceInfo(self._device.identity, card, no_ipc, library.why_not() or "", library.shares_gpus())
+        every: list[_DeviceInfo] = exchange(own_info)
         no_ipc = self._map_memory(memory, every)
         self._sharers = max(selection.sharers([every[peer].identity for peer in host]) for host in group.hosts)
         shares = self._sharers > 1

@@ -70,12 +70,12 @@ class Launch:
         pointers = combination.pointers
         self._pointers = pointers.reshape(-1)
         ways = pointers.shape[1] // 2
-        found = [
+        columns = [
             (number * 2 * ways + column, *location)
             for number, job in enumerate(jobs)
             for column, location in (*enumerate(job.sources), *enumerate(job.targets, ways))
         ]
-        self._at, self._which, self._offsets = (np.array(part, np.int64) for part in zip(*found, strict=True))
+        self._at, self._which, self._offsets = (np.array(part, np.int64) for part in zip(*columns, strict=True))
 
     def place(self, table: Array) -> None:
         """Set the addresses from the table."""

@@ -107,21 +107,21 @@ class DevicePlanner:
         chosen = self._medium(collective, nbytes, forced, transport, native)
         if chosen == "host" and not (forced and forced.native):
             return DeviceChoice(forced.name if forced else "auto", "host")
-        found = forced or registry.find(collective, self._choose_algorithm(collective, chosen, native))
-        if found.native and (chosen != "nccl" or not native):
+        entry = forced or registry.find(collective, self._choose_algorithm(collective, chosen, native))
+        if entry.native and (chosen != "nccl" or not native):
             why = "has no such collective for these elements" if chosen == "nccl" else "is not the transport"
             raise InvalidArgumentError(
                 f"algorithm='native' is NCCL's own collective, and NCCL {why}; use ring or direct"
             )
-        if found.spans_hosts and chosen == "nccl":
+        if entry.spans_hosts and chosen == "nccl":
             raise InvalidArgumentError(
-                f"algorithm={found.name!r} works with transport='cuda-ipc'; NCCL has its own ('native')"
+                f"algorithm={entry.name!r} works with transport='cuda-ipc'; NCCL has its own ('native')"
             )
-        if chosen == "cuda-ipc" and not self._placement.one_host and not found.spans_hosts:
+        if chosen == "cuda-ipc" and not self._placement.one_host and not entry.spans_hosts:
             spanning = [name for name in names if registry.find(collective, name).spans_hosts]
             use = ", ".join(map(repr, (*spanning, "nccl"))) + " or 'host'"
-            raise TransportError(f"transport='cuda-ipc': {collective} with {found.name} stays on one host; use {use}")
-        return self._segmented(found, chosen, nbytes)
+            raise TransportError(f"transport='cuda-ipc': {collective} with {entry.name} stays on one host; use {use}")
+        return self._segmented(entry, chosen, nbytes)
 
     def _medium(
         self, collective: str, nbytes: int, algorithm: Algorithm | None, transport: str | None, native: bool

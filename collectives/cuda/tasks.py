@@ -320,9 +320,9 @@ class DeviceRows(DeviceTask):
 
     def _path_for(self, handle: Handle, rows: tuple[int, ...], gathers: bool) -> tuple[DeviceChoice, DevicePath | None]:
         """The choice for these rows, and the path; None if the operation goes through the host, or nothing moves."""
-        known = self._paths.get(rows)
-        if known is not None:
-            return known
+        cached_path = self._paths.get(rows)
+        if cached_path is not None:
+            return cached_path
         if len(self._paths) >= _MOST_ROWS:
             self._paths.clear()
         accelerator, entry = self.accelerator, self.entry

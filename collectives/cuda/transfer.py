@@ -48,10 +48,10 @@ class DeviceBuffers:
                 1 << 16, 1 << (nbytes - 1).bit_length() if nbytes <= 1 << 30 else -(-nbytes // (1 << 26)) << 26
             )
             self._idle()
-            found = self._device.allocate(larger, shared=True)
+            allocated = self._device.allocate(larger, shared=True)
             if address:
                 self._outgrown.append((address, size))
-            self._buffers[name] = (address, size) = (found, larger)
+            self._buffers[name] = (address, size) = (allocated, larger)
         return address
 
     def trim(self) -> int:

@@ -136,10 +136,10 @@ class CupyDevice:
             return cupy.empty(shape, dtype)
 
     def _stream(self, number: int) -> Any:
-        found = self._streams.get(number)
-        if found is None:
-            found = self._streams.setdefault(number, streams.Stream.from_external(_ForeignStream(number)))
-        return found
+        stream = self._streams.get(number)
+        if stream is None:
+            stream = self._streams.setdefault(number, streams.Stream.from_external(_ForeignStream(number)))
+        return stream
 
     # ---- streams and events
 
@@ -258,8 +258,8 @@ class CupyDevice:
     # ---- kernels
 
     def function(self, source: str, name: str) -> int:
-        found = self._functions.get((source, name))
-        return self._compile(source, name) if found is None else found
+        compiled = self._functions.get((source, name))
+        return self._compile(source, name) if compiled is None else compiled
 
     def _compile(self, source: str, name: str) -> int:
         with self._compiling, Attempt(self, f"load the kernel {name!r}"):

@@ -69,10 +69,10 @@ def _driver() -> tuple[Row, tuple[int, int] | None]:
         return Row(
             "driver", None, f"{libcuda.LIBRARY} does not work ({error}): reinstall NVIDIA's driver", stops=True
         ), None
-    found = f"for CUDA {cuda[0]}.{cuda[1]}"
+    version = f"for CUDA {cuda[0]}.{cuda[1]}"
     if cuda[0] < _OLDEST_CUDA:
-        return Row("driver", found, f"too old: update it to one for CUDA {_OLDEST_CUDA} or newer", stops=True), cuda
-    return Row("driver", found), cuda
+        return Row("driver", version, f"too old: update it to one for CUDA {_OLDEST_CUDA} or newer", stops=True), cuda
+    return Row("driver", version), cuda
 
 
 def _gpus(driver: Row) -> Row:
@@ -114,17 +114,17 @@ def _cupy(cuda: tuple[int, int] | None) -> Row:
             stops=True,
         )
     package = next((name for name in _CUPY if _version(name)), "cupy")
-    found = f"{package} {number}"
+    version = f"{package} {number}"
     if int(number.partition(".")[0]) < _OLDEST_CUPY:
-        return Row("CuPy", found, f"too old: pip install --upgrade {package}", stops=True)
+        return Row("CuPy", version, f"too old: pip install --upgrade {package}", stops=True)
     if cuda is not None and cuda[0] < built:
         return Row(
             "CuPy",
-            found,
+            version,
             f"too new for the driver: update the driver, or pip uninstall {package} and {install}",
             stops=True,
         )
-    return Row("CuPy", found)
+    return Row("CuPy", version)
 
 
 def _compiler(extra: str) -> Row:
@@ -151,15 +151,15 @@ def _nccl(package: str, *, loaded: bool) -> Row:
             code = int(nccl_binding.load().get_version())
             number: tuple[int, ...] = (code // 10000, code // 100 % 100, code % 100)
         else:
-            found = next(found for name in _NCCL if (found := _version(name)))
-            number = tuple(map(int, found.split(".")[:3]))
+            version = next(version for name in _NCCL if (version := _version(name)))
+            number = tuple(map(int, version.split(".")[:3]))
     except Exception:
         return Row("NCCL", None, f"not needed within one host: pip install {package}")
-    found = ".".join(map(str, number))
+    version = ".".join(map(str, number))
     if number < _SEVERAL_RANKS:
         needs = "several ranks on one GPU need 2.30 or newer, and NCCL_MULTI_RANK_GPU_ENABLE=1"
-        return Row("NCCL", found, f"{needs}: pip install --upgrade {package}")
-    return Row("NCCL", found)
+        return Row("NCCL", version, f"{needs}: pip install --upgrade {package}")
+    return Row("NCCL", version)
 
 
 def _import(name: str) -> Any:

@@ -80,8 +80,8 @@ def scaling_name(scaling: Scaling | None) -> str:
 
 def scaling_argument(scaling: Scaling | None) -> Array:
     """The scaling as a kernel's argument: the structure ``Scaling`` of `kernel_templates`."""
-    given = scaling or Scaling(ScalingKind.MULTIPLY)
-    return np.array([(given.factor, given.divisor)], np.dtype([("factor", np.float64), ("divisor", np.int64)]))
+    scale = scaling or Scaling(ScalingKind.MULTIPLY)
+    return np.array([(scale.factor, scale.divisor)], np.dtype([("factor", np.float64), ("divisor", np.int64)]))
 
 
 def elements(dtype: _Dtype) -> tuple[str, int]:
@@ -200,8 +200,8 @@ _SHAPE = np.dtype([("counts", np.int64, JOBS), ("sources", np.int32, JOBS), ("ta
 
 def address(array: Array) -> int:
     """The address of an array's first element."""
-    found: int = array.ctypes.data
-    return found
+    first: int = array.ctypes.data
+    return first
 
 
 def _choose(op: Op | None, dtype: _Dtype, copies: bool, scaling: Scaling | None) -> tuple[Kernel, int]:

@@ -45,9 +45,9 @@ class PinnedPool:
                 returned, address = self._returned.popleft()
                 self._idle.setdefault(returned, []).append(address)
                 self._idle_bytes += returned
-            found = self._idle.get(size)
-            if found:
-                address = found.pop()
+            addresses = self._idle.get(size)
+            if addresses:
+                address = addresses.pop()
                 self._idle_bytes -= size
             else:
                 if self._idle_bytes > _MOST_IDLE:

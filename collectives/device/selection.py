@@ -35,9 +35,9 @@ class CupyProvider:
 
     def device(self, index: int) -> Device:
         """The device of a number; raises InvalidArgumentError if there is none."""
-        found = self._devices.get(index)
-        if found is not None:
-            return found
+        cached_device = self._devices.get(index)
+        if cached_device is not None:
+            return cached_device
         if not 0 <= index < self._count:
             raise InvalidArgumentError(f"GPU {index}: expected 0 to {self._count - 1}, the GPUs that this process sees")
         with self._making:

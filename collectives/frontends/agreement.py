@@ -11,7 +11,7 @@ from collectives.base.errors import MismatchError
 from collectives.worlds.world import World
 
 
-def agree(world: World, label: str, mine: Mapping[str, str]) -> None:
+def agree(world: World, label: str, descriptions: Mapping[str, str]) -> None:
     """Check that every rank passes the same descriptions.
 
     Args:
@@ -23,11 +23,11 @@ def agree(world: World, label: str, mine: Mapping[str, str]) -> None:
     """
     if world.size == 1:
         return
-    digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(repr(sorted(descriptions.items())).encode(), digest_size=16).digest()
     digests = world.allgather(np.frombuffer(digest, np.uint8)[None], name=label)
     if (digests == digests[0]).all():
         return
-    everyone = world.allgather_object(mine, name=label)
+    everyone = world.allgather_object(descriptions, name=label)
     subjects = dict.fromkeys(subject for each in everyone for subject in each)
     subject = next(subject for subject in subjects if len({each.get(subject) for each in everyone}) > 1)
     ranks_by_said: dict[str, list[str]] = {}

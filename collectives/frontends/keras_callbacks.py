@@ -67,9 +67,9 @@ class BroadcastVariables(CallbackMixin):
         self.device = device
         self.broadcast_done = False
         self._process_set = process_set
-        given = [] if local_variables is None else local_variables
+        local = [] if local_variables is None else local_variables
         self._local: list[Any] = []
-        for variable in given if isinstance(given, Collection) else [given]:
+        for variable in local if isinstance(local, Collection) else [local]:
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:

@@ -22,8 +22,8 @@ def of_model(model: Any) -> list[Any]:
 
 def of_optimizer(optimizer: Any) -> list[Any]:
     """Return iterations, learning rate, moments and so on; empty without an optimizer."""
-    found = getattr(optimizer, "variables", ())
-    return list(found() if callable(found) else found)
+    variables = getattr(optimizer, "variables", ())
+    return list(variables() if callable(variables) else variables)
 
 
 def without(variables: Iterable[Any], local: Sequence[Any]) -> list[Any]:

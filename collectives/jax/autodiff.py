@@ -26,12 +26,12 @@ from collectives.schedules import partition
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: CollectiveCall) -> tuple[list[Any], list[Any]]:
     results = bind(call, primals)
     moving = [number for number, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-    given = [ad.instantiate_zeros(tangents[number]) for number in moving]
+    moving_tangents = [ad.instantiate_zeros(tangents[number]) for number in moving]
     derivative = call.derived("tangent", moving)
     if call.linear:
-        moved = bind(derivative, given)
+        moved = bind(derivative, moving_tangents)
     else:
-        moved = _through_reduction(derivative, [primals[number] for number in moving], given)
+        moved = _through_reduction(derivative, [primals[number] for number in moving], moving_tangents)
     out: list[Any] = [compat.no_tangent(result) for result in results]
     for number, tangent in zip(moving, moved, strict=True):
         out[number] = tangent
@@ -40,10 +40,13 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: CollectiveCal
 
 def _transpose(gradients: Sequence[Any], *operands: Any, call: CollectiveCall) -> list[Any]:
     """Return the gradients of a linear call's operands from those of its results."""
-    given = [ad.instantiate_zeros(gradient) for gradient in gradients]
-    found = _ADJOINTS[call.collective](_Differentiable(call.derived("gradient", range(len(given)))), given)
+    cotangents = [ad.instantiate_zeros(gradient) for gradient in gradients]
+    operand_gradients = _ADJOINTS[call.collective](
+        _Differentiable(call.derived("gradient", range(len(cotangents)))), cotangents
+    )
     return [
-        gradient if ad.is_undefined_primal(operand) else None for operand, gradient in zip(operands, found, strict=True)
+        gradient if ad.is_undefined_primal(operand) else None
+        for operand, gradient in zip(operands, operand_gradients, strict=True)
     ]
 
 

@@ -195,11 +195,11 @@ class CollectiveCall:
 
     def _check_rows(self, world: World, received: Sequence[Sequence[int]]) -> None:
         """Raise a `MismatchError` if the ranks sent other rows than compiled for, even if the totals are equal."""
-        found = tuple(tuple(int(count) for count in counts) for counts in received)
-        if self.rows is None or found == self.rows:
+        received_rows = tuple(tuple(int(count) for count in counts) for counts in received)
+        if self.rows is None or received_rows == self.rows:
             return
         label = f" {self.name!r}" if self.name else ""
-        expected, came = next((one, other) for one, other in zip(self.rows, found, strict=True) if one != other)
+        expected, came = next((one, other) for one, other in zip(self.rows, received_rows, strict=True) if one != other)
         raise MismatchError(
             f"rank {world.ranks[world.rank]}: {self.collective}{label}: compiled for {list(expected)} rows from the "
             f"ranks, and {list(came)}"

@@ -53,4 +53,4 @@ def _halves(wire: str, tensors: list[Any]) -> tuple[list[Any], Restore]:
 
 
 def _is_built_in(compression: Any) -> bool:
-    return any(compression is known for known in BUILT_IN)
+    return any(compression is built_in for built_in in BUILT_IN)

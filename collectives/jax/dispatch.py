@@ -120,15 +120,15 @@ def check_has_rows(collective: str, tensors: Sequence[Any]) -> None:
         )
 
 
-def rows_of_ranks(argument: str, given: Any, world: World) -> tuple[int, ...]:
+def rows_of_ranks(argument: str, rows: Any, world: World) -> tuple[int, ...]:
     """Check a number of rows for each rank.
 
     Raises:
         InvalidArgumentError: not as many integers as ranks, or a negative one.
     """
-    counts = np.asarray(given)
+    counts = np.asarray(rows)
     if counts.shape != (world.size,) or counts.dtype.kind not in "iu" or counts.min() < 0:
         raise InvalidArgumentError(
-            f"{argument}: expected {world.size} numbers of rows, one for each rank, got {given!r}"
+            f"{argument}: expected {world.size} numbers of rows, one for each rank, got {rows!r}"
         )
     return tuple(counts.tolist())

@@ -23,17 +23,17 @@ _ALIGNED_FROM = 4096
 def run(call: CollectiveCall, operands: Sequence[Any]) -> list[Any]:
     """Carry a call out on JAX arrays, on the CPU or a GPU; returns new JAX arrays, placed like the operands."""
     wait_for_effects()
-    given = [_readable(operand) for operand in operands]
+    arrays = [_readable(operand) for operand in operands]
     results = None
-    if call.collective == "allreduce" and all(type(each) is np.ndarray for each in given):
+    if call.collective == "allreduce" and all(type(each) is np.ndarray for each in arrays):
         world = call.world()
         results = [
             world.memory(each.size, each.dtype).reshape(each.shape)
             if each.nbytes >= _ALIGNED_FROM
             else np.empty(each.shape, each.dtype)
-            for each in given
+            for each in arrays
         ]
-    made = call.run(given, results)
+    made = call.run(arrays, results)
     return placed(made if results is None else results, operands)
 
 

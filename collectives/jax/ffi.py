@@ -130,8 +130,8 @@ class Unreadable(Exception):
 
 def version_in(header: str) -> tuple[int, int] | None:
     """Return the interface version (major, minor) that a ``c_api.h`` defines; None if it defines none."""
-    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR")]
-    major, minor = (None if each is None else int(each[1]) for each in found)
+    matches = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR")]
+    major, minor = (None if each is None else int(each[1]) for each in matches)
     return None if major is None or minor is None else (major, minor)
 
 
@@ -185,12 +185,12 @@ class _Program:
         addresses = (*_addresses(operands), *_addresses(results))
         views = self._views.get(addresses)
         if views is None:
-            given, made = [_view(each) for each in operands[:-1]], [_view(each) for each in results[:-1]]
+            inputs, made = [_view(each) for each in operands[:-1]], [_view(each) for each in results[:-1]]
             # Sizes are compared as well, because arrays without elements may have any address.
-            in_place = [each.nbytes and (each.nbytes, each.ctypes.data) for each in given] == [
+            in_place = [each.nbytes and (each.nbytes, each.ctypes.data) for each in inputs] == [
                 each.nbytes and (each.nbytes, each.ctypes.data) for each in made
             ]
-            views = made if in_place else given, made
+            views = made if in_place else inputs, made
             if len(self._views) >= _KEPT:
                 self._views = {}  # a new dictionary, because other threads may be reading the old one
             self._views[addresses] = views
@@ -216,8 +216,8 @@ def _addresses(structures: list[int]) -> list[int]:
     step = structures[1] - first if count > 1 else 0
     if step > 0 and structures == list(range(first, first + step * count, step)):  # XLA keeps them in one array
         memory: Any = (ctypes.c_char * (step * count)).from_address(first)
-        found: list[int] = np.ndarray((count,), np.uintp, memory, _DATA_AT, (step,)).tolist()
-        return found
+        addresses: list[int] = np.ndarray((count,), np.uintp, memory, _DATA_AT, (step,)).tolist()
+        return addresses
     return [_Size.from_address(each + _DATA_AT).value for each in structures]
 
 

@@ -320,8 +320,8 @@ def alltoall(
                 "splits: expected integers that are known while tracing, got a traced array; pass a list or a NumPy "
                 "array"
             )
-        given = None if splits is None else np.asarray(splits)
-        sent = [arguments.splits(given, leaf.shape[0], world.size) for leaf in leaves]
+        counts = None if splits is None else np.asarray(splits)
+        sent = [arguments.splits(counts, leaf.shape[0], world.size) for leaf in leaves]
         if len(set(sent)) > 1:
             raise InvalidArgumentError(
                 f"tensor: expected as many rows in every leaf, got {[sum(each) for each in sent]}; call it for each"

@@ -145,7 +145,7 @@ def DistributedOptimizer(
         InvalidArgumentError: fewer than one pass; a factor without Average; in an update, further arguments that cannot
             be combined with this ``op`` or several passes.
     """
-    given: Any = optimizer
+    wrapped: Any = optimizer
     if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
         raise InvalidTypeError(f"optimizer: expected an Optax optimizer, with init and update, got {optimizer!r}")
     GradientOptions(backward_passes_per_step=backward_passes_per_step)  # raises if that is not a number of passes
@@ -159,19 +159,19 @@ def DistributedOptimizer(
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         if op is Op.ADASUM:
-            updates, state = given.update(gradients, state, params, **extra)
+            updates, state = wrapped.update(gradients, state, params, **extra)
             return combined.update(updates, None)[0], state
         gradients = combined.update(gradients, None)[0]
         if not extra.keys().isdisjoint(_LOSSES):
             _check_losses(extra, op, backward_passes_per_step)
             extra = {**extra, **_averaged(extra, gradients, mean)}
-        return given.update(gradients, state, params, **extra)
+        return wrapped.update(gradients, state, params, **extra)
 
     if backward_passes_per_step == 1:
         return _transformation(
-            given.init, lambda gradients, state, params=None, **extra: step(gradients, state, params, extra)
+            wrapped.init, lambda gradients, state, params=None, **extra: step(gradients, state, params, extra)
         )
-    return _aggregating(given.init, step, backward_passes_per_step, average_aggregated_gradients)
+    return _aggregating(wrapped.init, step, backward_passes_per_step, average_aggregated_gradients)
 
 
 _LOSSES = ("value", "grad", "value_fn")

@@ -40,15 +40,15 @@ def leaves(tree: Any, argument: str = "tensor") -> tuple[list[Any], Rebuild, boo
         InvalidArgumentError: a JAX array was deleted or donated.
     """
     structure: Any
-    found, structure = jax.tree_util.tree_flatten(tree)
-    for number, leaf in enumerate(found):
+    arrays, structure = jax.tree_util.tree_flatten(tree)
+    for number, leaf in enumerate(arrays):
         try:
-            found[number] = _array(leaf)
+            arrays[number] = _array(leaf)
         except (InvalidTypeError, InvalidArgumentError) as error:
             path = jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(tree)[0][number][0])
             raise type(error)(f"{argument}{path}: {error}") from None
     # JAX also calls the structure of an empty container a leaf.
-    return found, structure.unflatten, not found or not jax.tree_util.treedef_is_leaf(structure)
+    return arrays, structure.unflatten, not arrays or not jax.tree_util.treedef_is_leaf(structure)
 
 
 def check_whole(array: jax.Array, advice: str = "") -> None:

@@ -63,10 +63,10 @@ class DistributedMixin:
 
     @property
     def state(self) -> OptimizerState:
-        found: OptimizerState = vars(self).setdefault(
+        optimizer_state: OptimizerState = vars(self).setdefault(
             "_collectives", OptimizerState()
         )  # not by setattr, because Keras would track the variables in it
-        return found
+        return optimizer_state
 
     @property
     def process_set(self) -> Any:

@@ -53,15 +53,15 @@ def _without_xla(compile_: Any) -> Any:
 
     @functools.wraps(compile_)
     def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs)
-        if isinstance(given.arguments.get("optimizer"), DistributedMixin):
-            if given.arguments.get("jit_compile", "auto") not in ("auto", False, None):
+        bound = signature.bind(self, *args, **kwargs)
+        if isinstance(bound.arguments.get("optimizer"), DistributedMixin):
+            if bound.arguments.get("jit_compile", "auto") not in ("auto", False, None):
                 raise InvalidArgumentError(
                     "compile(jit_compile=True): XLA compiles the whole training step, and what it has compiled "
                     "cannot communicate; with a"
                     " DistributedOptimizer on the TensorFlow backend say compile(jit_compile=False), or leave it out"
                 )
-            given.arguments["jit_compile"] = False
-        return compile_(*given.args, **given.kwargs)
+            bound.arguments["jit_compile"] = False
+        return compile_(*bound.args, **bound.kwargs)
 
     return extended

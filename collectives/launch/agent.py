@@ -160,15 +160,15 @@ class _Ranks:
         self.kill_at = float("inf")
         command = [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "rank.py"), *task["command"]]
         nothing = os.open(os.devnull, os.O_RDONLY)
-        given: int | None = task["stdin"]
-        if given is not None:
-            os.set_inheritable(given, False)
+        standard_input: int | None = task["stdin"]
+        if standard_input is not None:
+            os.set_inheritable(standard_input, False)
         dying = die_with_parent()
         for position, variables in enumerate(task["ranks"]):
             environment = {**os.environ, **task["environment"], **variables}
-            stdin = nothing if given is None or position else given
+            stdin = nothing if standard_input is None or position else standard_input
             self.running[_start(command, environment, stdin, dying)] = variables["COLLECTIVES_RANK"]
-        for file in (nothing, given):
+        for file in (nothing, standard_input):
             if file is not None:
                 os.close(file)
 

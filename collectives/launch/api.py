@@ -95,8 +95,8 @@ def _search_path() -> list[str]:
     library = sysconfig.get_path("stdlib")
     own = [library, os.path.join(library, "lib-dynload"), site.getusersitepackages()]
     own += site.getsitepackages([sys.prefix, sys.base_prefix])
-    found = [os.path.realpath(path or os.getcwd()) for path in sys.path]
-    return [path for path in dict.fromkeys(found) if os.path.exists(path) and path not in map(os.path.realpath, own)]
+    folders = [os.path.realpath(path or os.getcwd()) for path in sys.path]
+    return [path for path in dict.fromkeys(folders) if os.path.exists(path) and path not in map(os.path.realpath, own)]
 
 
 def _wait(command: Sequence[str], environment: Mapping[str, str], timeout: float | None) -> int:

@@ -231,16 +231,16 @@ def _launcher(wanted: str) -> Launcher | None:
 
 def _reached(asked: argparse.Namespace) -> Ssh:
     """Return how other hosts are reached."""
-    given = {row.flags[-1]: getattr(asked, row.flags[-1]) for row in REACHES}
-    return Ssh(given["--ssh-port"], given["--ssh-identity-file"] or "", given["--start-timeout"] or Ssh().timeout)
+    values = {row.flags[-1]: getattr(asked, row.flags[-1]) for row in REACHES}
+    return Ssh(values["--ssh-port"], values["--ssh-identity-file"] or "", values["--start-timeout"] or Ssh().timeout)
 
 
 def _without_effect(asked: argparse.Namespace, launcher: Launcher | None) -> list[str]:
     """Return messages about options that have no effect with this launcher."""
     if launcher is None:
         return ["--mpi-args has no effect: the ranks are started without MPI"] if asked.mpi_args else []
-    given = [row for row in REACHES if getattr(asked, row.flags[-1]) is not None]
-    return [f"{row.flags[-1]} has no effect: {row.why}" for row in given]
+    rows = [row for row in REACHES if getattr(asked, row.flags[-1]) is not None]
+    return [f"{row.flags[-1]} has no effect: {row.why}" for row in rows]
 
 
 def _start(wanted: _Job, *, stay: bool = False) -> int:
@@ -294,11 +294,11 @@ def _torchs_address(wanted: _Job) -> dict[str, str]:
 
 def _places(ranks: int, hosts: Sequence[Host]) -> list[HostRanks]:
     """Return the ranks of each host that gets any; names of this host count as one."""
-    found: dict[str, tuple[int, ...]] = {}
+    ranks_by_host: dict[str, tuple[int, ...]] = {}
     for host, own in zip(hosts or [Host("localhost")], ranks_of_each(ranks, hosts), strict=True):
         name = "" if is_here(host.name) else host.name
-        found[name] = (*found.get(name, ()), *own)
-    return [HostRanks(name, placed) for name, placed in found.items() if placed]
+        ranks_by_host[name] = (*ranks_by_host.get(name, ()), *own)
+    return [HostRanks(name, placed) for name, placed in ranks_by_host.items() if placed]
 
 
 def _machinefile(hosts: Sequence[Host]) -> str:

@@ -131,14 +131,14 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
     Raises:
         InvalidArgumentError: an option is unknown, ambiguous, contradicts another, or lacks its value.
     """
-    known = {name: action for action in parser._actions for name in action.option_strings}
+    actions = {name: action for action in parser._actions for name in action.option_strings}
     own: list[str] = []
     flags: list[str] = []
     position = 0
     while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "--":
-        name, equals, value = _in_full(arguments[position], known)
+        name, equals, value = _in_full(arguments[position], actions)
         flags.append(name)
-        takes_value = known[name].nargs is None
+        takes_value = actions[name].nargs is None
         if takes_value and not equals:
             if position + 1 == len(arguments):
                 raise InvalidArgumentError(f"{name}: expected a value after it")
@@ -153,29 +153,31 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
     return own, rest[1:] if rest[:1] == ["--"] else rest
 
 
-def _in_full(argument: str, known: Mapping[str, argparse.Action]) -> tuple[str, str, str]:
+def _in_full(argument: str, actions: Mapping[str, argparse.Action]) -> tuple[str, str, str]:
     """Split an option such as ``--fusion-thr=8`` or ``-Hhost:2`` into full name, ``=`` or nothing, and value."""
     name, equals, value = argument.partition("=")
-    alike = [flag for flag in (*known, *REFUSED) if flag.startswith(name)]
-    attached = [flag for flag in known if flag[1] != "-" and argument.startswith(flag) and known[flag].nargs is None]
-    if name in known:
-        found = name
+    alike = [flag for flag in (*actions, *REFUSED) if flag.startswith(name)]
+    attached = [
+        flag for flag, row in actions.items() if flag[1] != "-" and argument.startswith(flag) and row.nargs is None
+    ]
+    if name in actions:
+        full_name = name
     elif name in REFUSED or (alike and set(alike) <= set(REFUSED)):
         raise InvalidArgumentError(f"{name}: the number of ranks is fixed, there are no elastic jobs")
     elif len(alike) == 1:
-        found = alike[0]
+        full_name = alike[0]
     elif alike:
         raise InvalidArgumentError(
             f"{name}: expected an option, got the beginning of several: {', '.join(sorted(alike))}"
         )
     elif attached:
-        found = max(attached, key=len)
-        equals, value = "=", argument.removeprefix(found)
+        full_name = max(attached, key=len)
+        equals, value = "=", argument.removeprefix(full_name)
     else:
-        near = difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(name, actions, 1)
         meant = f"did you mean {near[0]!r}? See" if near else "see"
         raise InvalidArgumentError(f"unknown option {name!r}; {meant} collectivesrun --help")
-    return found, equals, value
+    return full_name, equals, value
 
 
 def check_together(flags: Sequence[str]) -> None:
@@ -184,10 +186,10 @@ def check_together(flags: Sequence[str]) -> None:
     Raises:
         InvalidArgumentError: two of them do; names both.
     """
-    given = list(dict.fromkeys(flags))
-    pairs = [(f"--{flag.removeprefix('--no-')}", flag) for flag in given if flag.startswith("--no-")]
+    distinct = list(dict.fromkeys(flags))
+    pairs = [(f"--{flag.removeprefix('--no-')}", flag) for flag in distinct if flag.startswith("--no-")]
     for group in (*_ONE_OF, *pairs):
-        both = [flag for flag in given if flag in group]
+        both = [flag for flag in distinct if flag in group]
         if len(both) > 1:
             raise InvalidArgumentError(f"{both[0]} and {both[1]} contradict each other: expected one of them")
 

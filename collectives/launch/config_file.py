@@ -65,23 +65,23 @@ def read(path: str) -> ConfigFile:
         InvalidArgumentError: the file cannot be read, is not YAML, or has an invalid value; names file and line.
         MissingDependencyError: PyYAML is not installed.
     """
-    found = ConfigFile()
+    settings = ConfigFile()
     verbose, launcher = False, ""
-    for place, key, text in _entries(path, found.ignored):
+    for place, key, text in _entries(path, settings.ignored):
         if key in _VALUES:
-            found.chosen[_VALUES[key].flags[0]] = _understood(place, _VALUES[key].text, text)
+            settings.chosen[_VALUES[key].flags[0]] = _understood(place, _VALUES[key].text, text)
         elif key in _SWITCHES:
-            found.chosen[_SWITCHES[key].flags[0]] = _bool(place, text)
+            settings.chosen[_SWITCHES[key].flags[0]] = _bool(place, text)
         elif key == "verbose":
             verbose = _bool(place, text)
         elif key in _IGNORED:
-            found.told.update(_understood(place, partial(_IGNORED[key].told, key), text))
-            found.ignored.append(f"{place} has no effect: {_IGNORED[key].why}")
+            settings.told.update(_understood(place, partial(_IGNORED[key].told, key), text))
+            settings.ignored.append(f"{place} has no effect: {_IGNORED[key].why}")
         elif text.lower() not in ("mpi", "gloo"):
             raise InvalidArgumentError(f"{place}: expected mpi or gloo, got {text!r}")
         else:
             launcher = "mpi" if text.lower() == "mpi" else "ssh"
-    return replace(found, verbose=verbose, launcher=launcher)
+    return replace(settings, verbose=verbose, launcher=launcher)
 
 
 def _understood(place: str, parse: Callable[[str], _T], text: str) -> _T:
@@ -121,12 +121,12 @@ def _entries(path: str, unknown: list[str]) -> Iterator[tuple[str, str, str]]:
                 )
         elif key not in _KNOWN:
             section = key.partition(".")[0]
-            known = (
+            expected = (
                 f"{section} has {', '.join(_SECTIONS[section])}"
                 if section in _SECTIONS
                 else f"there are {', '.join(_TOP)}"
             )
-            unknown.append(f"{place} has no effect: unknown key; {known}")
+            unknown.append(f"{place} has no effect: unknown key; {expected}")
         elif not isinstance(node, yaml.ScalarNode):
             raise InvalidArgumentError(f"{place}: expected a single value, got {_shown(node)}")
         elif node.tag != _NULL:

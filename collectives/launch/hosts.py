@@ -31,15 +31,15 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     Raises:
         InvalidArgumentError: an entry is invalid; shows it.
     """
-    found = []
+    hosts = []
     for entry in text.split(","):
         match = _HOST.fullmatch(entry.strip())
         if match is None:
             raise InvalidArgumentError(
                 f"-H/--hosts: expected host:ranks,host:ranks,... such as host1:4,host2:4, got {entry!r} in {text!r}"
             )
-        found.append(Host(match["name"], int(match["slots"] or 1)))
-    return _distinct(found, "-H/--hosts")
+        hosts.append(Host(match["name"], int(match["slots"] or 1)))
+    return _distinct(hosts, "-H/--hosts")
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
@@ -54,7 +54,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         raise InvalidArgumentError(
             f"--hostfile: cannot read {path!r}: {getattr(error, 'strerror', None) or error}"
         ) from None
-    found = []
+    hosts = []
     for number, line in enumerate(lines, 1):
         entry = line.partition("#")[0].strip()
         if not entry:
@@ -64,10 +64,10 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
             raise InvalidArgumentError(
                 f"--hostfile: {path}:{number}: expected 'host slots=4' or 'host:4', got {entry!r}"
             )
-        found.append(Host(match["name"], int(match["named"] or match["slots"] or 1)))
-    if not found:
+        hosts.append(Host(match["name"], int(match["named"] or match["slots"] or 1)))
+    if not hosts:
         raise InvalidArgumentError(f"--hostfile: {path!r} names no host")
-    return _distinct(found, f"--hostfile {path}")
+    return _distinct(hosts, f"--hostfile {path}")
 
 
 def ranks_of_each(ranks: int, hosts: Sequence[Host]) -> list[range]:

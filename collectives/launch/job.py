@@ -100,10 +100,10 @@ def run(ranks: Ranks, output: Output) -> int:
             _sweep(ranks, spare)
             shared_memory_cleanup.sweep(began)
         _drain(output, notices)
-        told = output.records.found()
-        known = {record.rank for record in told}
-        found = told + [record for record in ranks.failures() if record.rank not in known or record.lost]
-        first = culprit(record for record in found if not ended_by or record.time < when)
+        told = output.records.per_rank()
+        recorded = {record.rank for record in told}
+        records = told + [record for record in ranks.failures() if record.rank not in recorded or record.lost]
+        first = culprit(record for record in records if not ended_by or record.time < when)
         output.end(first)
         while output.waiting()[1] and not _turn(output, notices, _LOOK)[0]:
             pass

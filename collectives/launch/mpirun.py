@@ -81,12 +81,12 @@ def find() -> Launcher | None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InvalidArgumentError(f"{path} --version: {error}; or start the ranks with --launcher ssh") from None
-    known = recognise(shown.stdout + shown.stderr)
-    if known is None:
+    implementation = recognise(shown.stdout + shown.stderr)
+    if implementation is None:
         first = (shown.stdout + shown.stderr).strip().partition("\n")[0]
         names = ", ".join(vendor.value for vendor in Vendor)
         raise InvalidArgumentError(
             f"{path} --version: expected one of {names}, got {first!r}; start the ranks with that MPI's own mpirun: "
             f"mpirun -np N python ..., or with --launcher ssh"
         )
-    return Launcher(path, *known)
+    return Launcher(path, *implementation)

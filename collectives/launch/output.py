@@ -96,9 +96,9 @@ class Output:
         """Read all that a source has, and take out the withheld lines that are not ranks'."""
         while source in self._sources and self._read(source):
             pass
-        found = [line for origin, line in self._words if origin == source]
+        lines = [line for origin, line in self._words if origin == source]
         self._words = [entry for entry in self._words if entry[0] != source]
-        return b"\n".join(found).decode(errors="replace").strip()
+        return b"\n".join(lines).decode(errors="replace").strip()
 
     def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
         """Read and write where possible, and show what has been withheld long enough."""
@@ -131,7 +131,7 @@ class Output:
         interrupted = self._interrupted()
         for rank in interrupted[1:]:
             del self._withheld[rank]
-        others = {record.rank for record in self.records.found() if record.consequence}
+        others = {record.rank for record in self.records.per_rank() if record.consequence}
         others |= {rank for rank, text in self._withheld.items() if _CONSEQUENCE.search(text)}
         for rank, text in self._withheld.items():
             if rank not in others and (first is None or rank != first.rank):
@@ -237,9 +237,9 @@ class Output:
         held = self._held.pop(rank)[1]
         errors = b"".join(data for kind, data in held if kind == b"e")
         wanted = text.encode(errors="backslashreplace").strip() if text else errors  # as Python writes it to stderr
-        before, found, after = _CONTROL.sub(b"", errors).partition(wanted)
-        if found:
-            self._withheld[rank] = found if found.endswith(b"\n") else found + b"\n"
+        before, traceback, after = _CONTROL.sub(b"", errors).partition(wanted)
+        if traceback:
+            self._withheld[rank] = traceback if traceback.endswith(b"\n") else traceback + b"\n"
             held = [(kind, data) for kind, data in held if kind != b"e"] + [(b"e", before + after.lstrip(b"\n"))]
         for kind, data in held:
             self._feed(rank, kind, data)

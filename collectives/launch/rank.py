@@ -73,13 +73,13 @@ def pack(words: list[str]) -> list[str]:
 
 def unpack(words: list[str]) -> list[str]:
     """Decode the words of ``pack``."""
-    found = []
+    decoded = []
     for word in words:
         first, *rest = word[1:].split("%")
-        found.append(
+        decoded.append(
             os.fsdecode(first.encode() + b"".join(bytes.fromhex(part[:2]) + part[2:].encode() for part in rest))
         )
-    return found
+    return decoded
 
 
 def frames(rank: str, kind: bytes, data: bytes) -> list[bytes]:
@@ -141,9 +141,9 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
         for source in [source for source in sources if source in ready]:
             if _pass_on(rank, source, sources[source], copies) is None:
                 del sources[source]
-        pid, found = os.waitpid(child, os.WNOHANG)
+        pid, exit_status = os.waitpid(child, os.WNOHANG)
         if pid:
-            status = found
+            status = exit_status
         if os.getppid() != launcher:
             _kill_group(child)
             if not pid:
@@ -231,8 +231,8 @@ def _start(command: list[str], terminal: list[str]) -> tuple[int, dict[int, byte
     if child == 0:
         try:
             os.setpgid(0, 0)
-            for target, (_, theirs) in pairs.items():
-                os.dup2(theirs, target)
+            for target, (_, rank_end) in pairs.items():
+                os.dup2(rank_end, target)
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)  # Python ignores them, and the program would inherit that
             _die_with(parent)
@@ -240,21 +240,21 @@ def _start(command: list[str], terminal: list[str]) -> tuple[int, dict[int, byte
         except OSError as error:
             os.write(2, f"collectivesrun: cannot run {command[0]!r}: {error.strerror}\n".encode())
         os._exit(127)
-    for source, theirs in pairs.values():
-        os.close(theirs)
+    for source, rank_end in pairs.values():
+        os.close(rank_end)
         os.set_blocking(source, False)
     return child, {pairs[1][0]: b"o", pairs[2][0]: b"e"}
 
 
 def _terminal(size: list[str]) -> tuple[int, int]:
     """Open a pseudo-terminal without output processing; returns the end to read from and the rank's end."""
-    ours, theirs = os.openpty()
-    settings = termios.tcgetattr(theirs)
+    launcher_end, rank_end = os.openpty()
+    settings = termios.tcgetattr(rank_end)
     settings[1] &= ~termios.OPOST
-    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    termios.tcsetattr(rank_end, termios.TCSANOW, settings)
     sides = b"".join(int(side).to_bytes(2, sys.byteorder) for side in size[:2])
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, sides + bytes(4))
-    return ours, theirs
+    fcntl.ioctl(rank_end, termios.TIOCSWINSZ, sides + bytes(4))
+    return launcher_end, rank_end
 
 
 def _die_with(parent: int) -> None:

@@ -75,10 +75,10 @@ def merge_as_horovod(
     chosen = {**file, **flags}
     merged = {**environment, **told}
     for setting, text in _settings(chosen).items():
-        ours, theirs = _variable(setting), _horovods(setting)
-        if theirs:
-            merged.pop(ours, None)  # it would take precedence over Horovod's
-        merged[theirs or ours] = str(parse_bytes(text)) if setting == "fusion_threshold" else text
+        own_name, horovod_name = _variable(setting), _horovods(setting)
+        if horovod_name:
+            merged.pop(own_name, None)  # it would take precedence over Horovod's
+        merged[horovod_name or own_name] = str(parse_bytes(text)) if setting == "fusion_threshold" else text
     for switch in SWITCHES:
         if switch.tells and switch.flags[0] in chosen:
             variable, on, off = switch.tells

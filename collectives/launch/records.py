@@ -58,12 +58,12 @@ class Records:
     """The records of a job, as they arrive, and the end of each rank's stderr."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, bool], Record] = {}
+        self._records: dict[tuple[int, bool], Record] = {}
         self._rests: dict[tuple[int, bool], bytes] = {}
         self._heard: dict[int, bytes] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._records)
 
     def hear(self, rank: int, data: bytes) -> None:
         """Keep the end of a rank's stderr."""
@@ -74,18 +74,18 @@ class Records:
         *lines, self._rests[rank, inside] = (self._rests.get((rank, inside), b"") + data).split(b"\n")
         for line in lines:
             record = parse(line)
-            if record is not None and (rank, inside) not in self._found:
-                self._found[rank, inside] = record
+            if record is not None and (rank, inside) not in self._records:
+                self._records[rank, inside] = record
                 return record
         return None
 
     def ranks(self) -> set[int]:
         """Return the ranks that have failed."""
-        return {rank for rank, _ in self._found}
+        return {rank for rank, _ in self._records}
 
-    def found(self) -> list[Record]:
+    def per_rank(self) -> list[Record]:
         """Return one record per rank; its own takes precedence over that from outside."""
-        best = {rank: record for (rank, inside), record in sorted(self._found.items(), key=lambda item: item[0][1])}
+        best = {rank: record for (rank, inside), record in sorted(self._records.items(), key=lambda item: item[0][1])}
         # Without a traceback in the record, the reason is on stderr.
         said = {rank: record.text if _TRACEBACK in record.text else self._said(rank) for rank, record in best.items()}
         return [replace(record, text=said[rank] or record.text) for rank, record in best.items()]

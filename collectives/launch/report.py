@@ -156,8 +156,8 @@ def version(package: str) -> str:
         return ""
 
 
-def _line(title: str, found: str, missing: str) -> str:
-    return f"[{'X' if found else ' '}] {title:15} {found or missing}"
+def _line(title: str, installed: str, missing: str) -> str:
+    return f"[{'X' if installed else ' '}] {title:15} {installed or missing}"
 
 
 def _fits(vendor: Vendor, library: str) -> bool:

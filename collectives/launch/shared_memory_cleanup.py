@@ -51,15 +51,15 @@ def users_may_be_hidden(processes: Path = _PROCESSES) -> bool:
 def _unused(began: float, folder: Path) -> set[Path]:
     host = os.uname().nodename
     names = {f"sm_segment.{name}.*" for name in (host, host.partition(".")[0])}
-    found = set()
+    files = set()
     for pattern in ("mpich_shm_*", "mpich_vci_*", *names):
         for path in folder.glob(pattern):
             with contextlib.suppress(OSError):
                 status = path.stat()
                 if status.st_uid == os.geteuid() and status.st_mtime >= began:
-                    found.add(path)
-    used = set(_in_use()) if found else set()
-    return {path for path in found if str(path) not in used}
+                    files.add(path)
+    used = set(_in_use()) if files else set()
+    return {path for path in files if str(path) not in used}
 
 
 def _in_use() -> Iterator[str]:

@@ -54,9 +54,9 @@ class Ssh:
             shown = subprocess.run(
                 command, capture_output=True, text=True, timeout=_PATIENCE, check=False, stdin=subprocess.DEVNULL
             )
-            found = re.search(r"^hostname (\S+)$", shown.stdout, re.MULTILINE)
-            if found is not None:
-                return found[1]
+            match = re.search(r"^hostname (\S+)$", shown.stdout, re.MULTILINE)
+            if match is not None:
+                return match[1]
         return _bare(host).rpartition("@")[2]
 
     def _program(self) -> str:

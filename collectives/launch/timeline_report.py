@@ -133,7 +133,7 @@ def _waiting_table(trace: Trace) -> str:
         of_waiter[waiter] += time
         of_missing[missing] += time
     rows_of, columns_of = (
-        sorted(heapq.nlargest(32, found, key=lambda rank: found[rank])) for found in (of_waiter, of_missing)
+        sorted(heapq.nlargest(32, seconds, key=lambda rank: seconds[rank])) for seconds in (of_waiter, of_missing)
     )
     most = max(waited.values())
     rows = []
@@ -160,9 +160,9 @@ def _waiting_table(trace: Trace) -> str:
 
 
 def _fusion_table(trace: Trace) -> str:
-    found = summary.buckets(trace)
+    buckets = summary.buckets(trace)
     rows = []
-    for bucket in found[:_MOST_ROWS]:
+    for bucket in buckets[:_MOST_ROWS]:
         each = bucket.total / bucket.times
         rate = f"{bucket.nbytes / each / 1e3:.2f} GB/s" if bucket.nbytes and each else ""
         cells = (
@@ -179,13 +179,13 @@ def _fusion_table(trace: Trace) -> str:
         "comes first."
     )
     headings = ["operation", "tensors", "number", "bytes", "times", "each", "bytes per second", "altogether"]
-    return _section("What was fused", note, headings, rows, len(found), _MOST_ROWS, "buckets", texts=2)
+    return _section("What was fused", note, headings, rows, len(buckets), _MOST_ROWS, "buckets", texts=2)
 
 
 def _negotiation_table(trace: Trace) -> str:
-    found = summary.negotiations(trace)
+    negotiations = summary.negotiations(trace)
     rows = []
-    for entry in found[:_MOST_ROWS]:
+    for entry in negotiations[:_MOST_ROWS]:
         last = next(iter(entry.last.items()), None)
         who = f"rank {last[0]} ({_percent(last[1], sum(entry.last.values()))})" if last else ""
         longest = f"{_time(entry.longest)} <small>on rank {entry.longest_rank}</small>"
@@ -195,7 +195,7 @@ def _negotiation_table(trace: Trace) -> str:
         "comes first."
     )
     headings = ["tensor", "negotiations", "mean", "longest", "mostly last to submit"]
-    return _section("Slowest tensors to agree on", note, headings, rows, len(found), _MOST_ROWS, "tensors")
+    return _section("Slowest tensors to agree on", note, headings, rows, len(negotiations), _MOST_ROWS, "tensors")
 
 
 def _section(
@@ -203,7 +203,7 @@ def _section(
     note: str,
     headings: Sequence[str],
     rows: Sequence[Sequence[str]],
-    found: int,
+    total: int,
     most: int,
     what: str,
     texts: int = 1,
@@ -211,8 +211,8 @@ def _section(
     """Return a heading, a note and a table, whose first ``texts`` columns are text and the others numbers."""
     if not rows:
         return f"<section><h2>{title}</h2><p>Nothing was recorded.</p></section>"
-    if found > most:
-        note += f" Shown: {most} of {found:,} {what}."
+    if total > most:
+        note += f" Shown: {most} of {total:,} {what}."
     head = "".join(
         f"<th scope=col{'' if index < texts else ' class=number'}>{escape(text)}</th>"
         for index, text in enumerate(headings)
@@ -234,18 +234,18 @@ def _drawing(trace: Trace) -> tuple[dict[str, Any], list[str]]:
     names, details = _Texts(), _Texts()
     lanes = []
     for what, spans in (("spans", trace.spans), ("waiting times", trace.async_spans)):
-        mine = [span for span in spans if span.rank in shown]
-        if len(mine) > _MOST_DRAWN:
+        drawn = [span for span in spans if span.rank in shown]
+        if len(drawn) > _MOST_DRAWN:
             left_out.append(
-                f"Drawn: {_MOST_DRAWN:,} of {len(mine):,} {what}, the engine's and the longest; the tables count all."
+                f"Drawn: {_MOST_DRAWN:,} of {len(drawn):,} {what}, the engine's and the longest; the tables count all."
             )
             kept = heapq.nlargest(
-                _MOST_DRAWN, mine, key=lambda span: (span.track == summary.ENGINE, span.end - span.begin)
+                _MOST_DRAWN, drawn, key=lambda span: (span.track == summary.ENGINE, span.end - span.begin)
             )
-            mine = sorted(kept, key=lambda span: (span.begin, -span.end))
+            drawn = sorted(kept, key=lambda span: (span.begin, -span.end))
         lanes += [
             _lane(trace, key, of_lane, names, details, area=spans is trace.async_spans)
-            for key, of_lane in _by_track(mine, left_out)
+            for key, of_lane in _by_track(drawn, left_out)
         ]
     order = {summary.ENGINE: 0, summary.NEGOTIATE: 2}
     lanes.sort(key=lambda lane: (lane["rank"], order.get(lane["track"], 1)))

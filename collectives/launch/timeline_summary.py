@@ -160,7 +160,7 @@ def _shares(spans: Sequence[Span], length: float) -> dict[str, float]:
     active = dict.fromkeys(KINDS, 0)
     before = 0.0
     for at, change, kind in changes:
-        current = next((known for known in KINDS if active[known] > 0), None)
+        current = next((kind_at_work for kind_at_work in KINDS if active[kind_at_work] > 0), None)
         if current:
             spent[current] += at - before
         active[kind] += change
@@ -170,12 +170,12 @@ def _shares(spans: Sequence[Span], length: float) -> dict[str, float]:
 
 def waited_for(trace: Trace) -> dict[tuple[int, int], float]:
     """Return the time that a rank waited for another, by (waiting, missing). Waiting for two ranks counts for both."""
-    found: dict[tuple[int, int], float] = defaultdict(float)
+    waits: dict[tuple[int, int], float] = defaultdict(float)
     for span in trace.spans:
         if span.kind == "waiting":
             for missing in _ranks(span.args["missing"]):
-                found[span.rank, missing] += span.end - span.begin
-    return dict(found)
+                waits[span.rank, missing] += span.end - span.begin
+    return dict(waits)
 
 
 def _ranks(value: object) -> list[int]:
@@ -191,13 +191,13 @@ def buckets(trace: Trace) -> list[OperationTotals]:
             names = tuple(_NUMBER.sub("", str(tensor)) for tensor in tensors) if isinstance(tensors, list) else ()
             nbytes = span.args.get("bytes")
             groups[span.name, names, nbytes if isinstance(nbytes, int) else 0].append(span)
-    found = []
+    totals = []
     for (operation, names, nbytes), spans in groups.items():
         ranks = len({span.rank for span in spans})
         total = sum(span.end - span.begin for span in spans) / ranks
         # Rounded up: the count of the rank that was furthest when the trace ended.
-        found.append(OperationTotals(operation, names, nbytes, -(-len(spans) // ranks), total))
-    return sorted(found, key=lambda bucket: -bucket.total)
+        totals.append(OperationTotals(operation, names, nbytes, -(-len(spans) // ranks), total))
+    return sorted(totals, key=lambda bucket: -bucket.total)
 
 
 def negotiations(trace: Trace) -> list[Negotiation]:
@@ -206,12 +206,12 @@ def negotiations(trace: Trace) -> list[Negotiation]:
     for span in trace.async_spans:
         if span.track == NEGOTIATE:
             groups[_NUMBER.sub("", span.name)].append(span)
-    found = []
+    summaries = []
     for tensor, spans in groups.items():
         longest = max(spans, key=lambda span: span.end - span.begin)
         mean = sum(span.end - span.begin for span in spans) / len(spans)
-        found.append(Negotiation(tensor, len(spans), mean, longest.end - longest.begin, longest.rank, _last(spans)))
-    return sorted(found, key=lambda negotiation: -negotiation.mean)
+        summaries.append(Negotiation(tensor, len(spans), mean, longest.end - longest.begin, longest.rank, _last(spans)))
+    return sorted(summaries, key=lambda negotiation: -negotiation.mean)
 
 
 def _last(spans: Iterable[Span]) -> dict[int, int]:

@@ -74,11 +74,11 @@ def attach(function: Callable[[Sequence[Any]], list[Any]], adjoint: _Adjoint, te
 
         def gradient(_: Any, *upstream: Any) -> Any:
             chosen = [i for i, tensor in enumerate(inputs) if has_gradient(tensor)]
-            given = [tf.cast(tf.convert_to_tensor(upstream[i]), results[i].dtype) for i in chosen]
-            found: list[Any] = [None] * len(inputs)
-            for i, each in zip(chosen, adjoint(given, [inputs[i] for i in chosen], results), strict=True):
-                found[i] = each
-            return [None, *found]
+            cotangents = [tf.cast(tf.convert_to_tensor(upstream[i]), results[i].dtype) for i in chosen]
+            gradients: list[Any] = [None] * len(inputs)
+            for i, each in zip(chosen, adjoint(cotangents, [inputs[i] for i in chosen], results), strict=True):
+                gradients[i] = each
+            return [None, *gradients]
 
         return [token, *results], gradient
 

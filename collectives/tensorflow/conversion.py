@@ -36,43 +36,43 @@ def factors(prescale: Any, postscale: Any, name: str | None, process_set: Proces
         return arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)
 
 
-def tensors(given: Any) -> list[Any]:
+def tensors(values: Any) -> list[Any]:
     """Convert a list of tensors, variables, arrays or numbers to tensors; ``tf.IndexedSlices`` stay sparse.
 
     Raises:
         InvalidTypeError: not a list or tuple, or an element has no dtype that the engine supports.
     """
-    if not isinstance(given, (list, tuple)):
-        raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {detection.describe(given)}")
+    if not isinstance(values, (list, tuple)):
+        raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {detection.describe(values)}")
     return [
         tf.IndexedSlices(_tensor(each.values), tf.convert_to_tensor(each.indices), each.dense_shape)
         if isinstance(each, tf.IndexedSlices)
         else _tensor(each)
-        for each in given
+        for each in values
     ]
 
 
-def _tensor(given: Any) -> Any:
+def _tensor(value: Any) -> Any:
     try:
-        tensor = given if isinstance(given, tf.Tensor) else tf.convert_to_tensor(given)
+        tensor = value if isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
-        text = f"tensor: expected a tensor, a variable, an array or a number, got {detection.describe(given)}: {error}"
+        text = f"tensor: expected a tensor, a variable, an array or a number, got {detection.describe(value)}: {error}"
         raise InvalidTypeError(text) from None
     if tensor.dtype.name not in (*dtypes.NAMES, *dtypes.FLOAT8):
         raise InvalidTypeError(f"tensor: dtype {tensor.dtype.name} is not supported; {dtypes.OFFER}")
     return tensor
 
 
-def splits(given: Any) -> Any:
+def splits(value: Any) -> Any:
     """Convert the splits of an all-to-all to a tensor of integers.
 
     Raises:
         InvalidTypeError: not integers.
     """
     try:
-        counts = tf.convert_to_tensor(given if hasattr(given, "dtype") else np.asarray(given, np.int32))
+        counts = tf.convert_to_tensor(value if hasattr(value, "dtype") else np.asarray(value, np.int32))
         if counts.dtype.is_integer:
             return counts
     except (TypeError, ValueError):
         pass
-    raise InvalidTypeError(f"splits: expected integers, one per rank, got {given!r}")
+    raise InvalidTypeError(f"splits: expected integers, one per rank, got {value!r}")

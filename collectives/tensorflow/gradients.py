@@ -58,24 +58,26 @@ class GradientReduction:
                 positions of gradients that are None or sparse differ between ranks.
         """
         options = self.options
-        found = [
+        gradients = [
             tf.convert_to_tensor(grad) if options.sparse_as_dense and isinstance(grad, tf.IndexedSlices) else grad
             for grad in grads
         ]
         if not self.process_set.included():
-            return found
+            return gradients
         try:
-            kinds = [_kind(grad) for grad in found]
-            if len(found) != len(variables):
-                raise InvalidArgumentError(f"grads: expected as many as variables, {len(variables)}, got {len(found)}")
+            kinds = [_kind(grad) for grad in gradients]
+            if len(gradients) != len(variables):
+                raise InvalidArgumentError(
+                    f"grads: expected as many as variables, {len(variables)}, got {len(gradients)}"
+                )
         except (InvalidArgumentError, InvalidTypeError) as error:
             raise world_of(self.process_set).refused(error, options.name) from None
-        positions = list(range(len(found)))
+        positions = list(range(len(gradients)))
         if local:
             positions = [at for at in positions if variable_key(variables[at]) not in local]
             if options.scale_local_gradients:
-                for at in {*range(len(found))}.difference(positions):
-                    found[at] = _divided(found[at], self.process_set.size())
+                for at in {*range(len(gradients))}.difference(positions):
+                    gradients[at] = _divided(gradients[at], self.process_set.size())
         # The name tells which gradients are missing or sparse: ranks that differ in that fail with a mismatch, even if
         # the shapes of what is left happen to agree.
         name = ".".join([options.name, *_exceptions([kinds[at] for at in positions])])
@@ -83,7 +85,7 @@ class GradientReduction:
         dense = [at for at in positions if kinds[at] == "dense"] if self.process_set.size() > 1 else []
         for number, members in enumerate(split(dense, self._groups, [variable_key(variables[at]) for at in dense])):
             self._allreduce(
-                found,
+                gradients,
                 members,
                 f"{name}.group.{number}" if self._groups else name,
                 compression=options.compression,
@@ -91,13 +93,13 @@ class GradientReduction:
             )
         sparse = [at for at in positions if kinds[at] == "sparse"]
         if sparse:
-            self._allreduce(found, sparse, f"{name}.slices")
-        return found
+            self._allreduce(gradients, sparse, f"{name}.slices")
+        return gradients
 
-    def _allreduce(self, found: list[Any], positions: list[int], name: str, **how: Any) -> None:
+    def _allreduce(self, gradients: list[Any], positions: list[int], name: str, **how: Any) -> None:
         """Reduce the gradients at some positions by one operation, and put the results there."""
         results = operations.grouped_allreduce(
-            [found[at] for at in positions],
+            [gradients[at] for at in positions],
             op=self.options.op,
             process_set=self.process_set,
             ignore_name_scope=True,
@@ -105,7 +107,7 @@ class GradientReduction:
             **how,
         )
         for at, result in zip(positions, results, strict=True):
-            found[at] = result
+            gradients[at] = result
 
 
 def _kind(grad: Any) -> str:

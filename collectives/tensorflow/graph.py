@@ -155,13 +155,13 @@ def _in_order(callback: Callback, label: str, tensors: list[Any], types: list[An
 def _on_own_thread(
     callback: Callback, label: str, tensors: list[Any], types: list[Any], shapes: list[Any]
 ) -> list[Any]:
-    given = len(tensors)
+    inputs_count = len(tensors)
     callback, types, shapes = status.returning(callback, types, shapes)
     tensors = tensors or [tf.zeros((), tf.int32)]  # a dataset needs a component
 
     @tf.function(input_signature=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors], autograph=False)  # type: ignore[untyped-decorator]
     def called(*inputs: Any) -> Any:
-        results = tf.numpy_function(callback, inputs[:given], types)
+        results = tf.numpy_function(callback, inputs[:inputs_count], types)
         for result, shape in zip(results, shapes, strict=True):
             result.set_shape(shape)
         return results

@@ -170,11 +170,11 @@ def _broadcast(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[An
 
 def _alltoall(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
     tensor, splits = tensors
-    given: Any = np.asarray(splits)
-    if not given.size and tensor.shape:
+    counts: Any = np.asarray(splits)
+    if not counts.size and tensor.shape:
         # Equal parts, passed as splits, because the engine returns the received counts only with splits.
-        given = None if tensor.shape[0] % world.size else np.full(world.size, tensor.shape[0] // world.size)
-    result, received = world.alltoall(tensor, given, **call.options())
+        counts = None if tensor.shape[0] % world.size else np.full(world.size, tensor.shape[0] // world.size)
+    result, received = world.alltoall(tensor, counts, **call.options())
     received = np.asarray(received).astype(np.asarray(splits).dtype)
     return [result, received if isinstance(splits, np.ndarray) else tf.convert_to_tensor(received)]
 
@@ -190,8 +190,8 @@ def _at_root(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]
 def _own_rows(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
     """The adjoint of an allgather: this rank's rows of each tensor's sum; the last argument has their numbers."""
     *tensors, rows = tensors
-    mine = np.asarray(rows).astype(np.int64)
-    table = world.allgather(mine.reshape(1, -1), name=call.name and f"{call.name}.rows").T
+    own_counts = np.asarray(rows).astype(np.int64)
+    table = world.allgather(own_counts.reshape(1, -1), name=call.name and f"{call.name}.rows").T
     even = [counts.tolist() == partition.rows(int(counts.sum()), world.size) for counts in table]
     parts: list[Any] = []
     for number, (tensor, counts) in enumerate(zip(tensors, table, strict=True)):
@@ -203,7 +203,7 @@ def _own_rows(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any
     # Sums follow all operations: an error in one occurs on this rank alone.
     return [
         part if is_sum else _sum_of_rows(part, (world.size, int(count)))
-        for part, is_sum, count in zip(parts, even, mine, strict=True)
+        for part, is_sum, count in zip(parts, even, own_counts, strict=True)
     ]
 
 

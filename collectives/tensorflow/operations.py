@@ -122,21 +122,21 @@ def grouped_allreduce(
     """
     with conversion.refusing(name, process_set):
         op = arguments.operation(op, average)
-        given = conversion.tensors(tensors)
+        converted = conversion.tensors(tensors)
     factors = conversion.factors(prescale_factor, postscale_factor, name, process_set)
     call = GraphCall("allreduce", name, process_set, algorithm, transport, ignore_name_scope, op, *factors)
-    results: list[Any] = list(given)
-    sparse_positions = [i for i, tensor in enumerate(given) if isinstance(tensor, tf.IndexedSlices)]
-    dense_positions = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
+    results: list[Any] = list(converted)
+    sparse_positions = [i for i, tensor in enumerate(converted) if isinstance(tensor, tf.IndexedSlices)]
+    dense_positions = [i for i, tensor in enumerate(converted) if not isinstance(tensor, tf.IndexedSlices)]
     if sparse_positions:
         sparse.check(call)
     if dense_positions:
-        dense = _compressed(call, compression, [given[i] for i in dense_positions])
+        dense = _compressed(call, compression, [converted[i] for i in dense_positions])
         for i, result in zip(dense_positions, dense, strict=True):
             results[i] = result
     if sparse_positions:
         call = replace(call, name=f"{name}.sparse" if name and dense_positions else name)
-        slices = sparse.allreduce(call, [given[i] for i in sparse_positions])
+        slices = sparse.allreduce(call, [converted[i] for i in sparse_positions])
         for i, result in zip(sparse_positions, slices, strict=True):
             results[i] = result
     return results
@@ -306,10 +306,10 @@ def alltoall(
         dtype (int32 if they are neither a tensor nor an array).
     """
     with conversion.refusing(name, process_set):
-        (given,) = conversion.tensors([tensor])
+        (converted,) = conversion.tensors([tensor])
         counts = tf.zeros((0,), tf.int32) if splits is None else conversion.splits(splits)
     call = GraphCall("alltoall", name, process_set, algorithm, transport, ignore_name_scope)
-    result, received = autograd.run(call, [given, counts])
+    result, received = autograd.run(call, [converted, counts])
     return result if splits is None else (result, received)
 
 
@@ -360,15 +360,15 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
 
 def _run(call: GraphCall, tensors: Any, compression: Any = None) -> list[Any]:
     with conversion.refusing(call.name, call.process_set):
-        given = conversion.tensors(tensors)
-    return _compressed(call, compression, given) if given else []
+        converted = conversion.tensors(tensors)
+    return _compressed(call, compression, converted) if converted else []
 
 
 def _compressed(call: GraphCall, compression: Any, tensors: list[Any]) -> list[Any]:
     """Run a reduction on compressed tensors, and decompress the results; gradients pass through both."""
     if compression is None or compression is Compression.none:
         return autograd.run(call, tensors)
-    if call.collective == "allreduce" and any(compression is known for known in BUILT_IN):
+    if call.collective == "allreduce" and any(compression is built_in for built_in in BUILT_IN):
         return autograd.run(replace(call, compression=compression), tensors)
     with conversion.refusing(call.name, call.process_set):
         compressors.check(compression)

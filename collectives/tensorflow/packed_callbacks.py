@@ -108,7 +108,7 @@ def broadcast(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
 
 def _packed(tensors: Sequence[Any], packs: bool, kind: type[_PackedCallback], call: GraphCall) -> list[Any]:
     """Call a callback with tensors, the small ones copied together if ``packs``; returns a result for each tensor."""
-    given: list[Any] = []
+    inputs: list[Any] = []
     parts: list[PackedArgument] = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         numbers = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
@@ -118,12 +118,12 @@ def _packed(tensors: Sequence[Any], packs: bool, kind: type[_PackedCallback], ca
         split = {number for number in large if _fills_rows(tensors[number])}
         rows = len(split) + bool(small) > 1
         if small:
-            given.append(tf.concat([tf.reshape(tensors[number], [-1]) for number in small], 0))
+            inputs.append(tf.concat([tf.reshape(tensors[number], [-1]) for number in small], 0))
             parts.append(
                 PackedArgument(tuple(small), Shapes(tuple(tensors[number].shape.as_list()) for number in small), rows)
             )
         for number in large:
-            given.append(tensors[number])
+            inputs.append(tensors[number])
             shape = tensors[number].shape
             shapes = Shapes([tuple(shape.as_list())] if shape.is_fully_defined() else [])
             parts.append(PackedArgument((number,), shapes, rows and number in split))
@@ -132,12 +132,14 @@ def _packed(tensors: Sequence[Any], packs: bool, kind: type[_PackedCallback], ca
         return _interned(kind(replace(call, name=name), tuple(parts)))
 
     if tf.executing_eagerly():
-        found = [wrap_tensorflow(array) for array in make(call.name)(*map(np.asarray, given))]
+        outputs = [wrap_tensorflow(array) for array in make(call.name)(*map(np.asarray, inputs))]
     else:
-        types = [tensor.dtype for tensor in _outputs(given, parts)]
-        found = graph.call(make, call.collective, given, types, [None] * len(types), call.name, call.ignore_name_scope)
+        types = [tensor.dtype for tensor in _outputs(inputs, parts)]
+        outputs = graph.call(
+            make, call.collective, inputs, types, [None] * len(types), call.name, call.ignore_name_scope
+        )
     results = list(tensors)
-    for part, values in zip(parts, _pieces(found, given, parts), strict=True):
+    for part, values in zip(parts, _pieces(outputs, inputs, parts), strict=True):
         pieces = [values] if len(part.numbers) == 1 else _apart(values, part.shapes)
         for number, piece in zip(part.numbers, pieces, strict=True):
             results[number] = _shaped(piece, tensors[number])
@@ -152,11 +154,11 @@ def _fills_rows(tensor: Any) -> bool:
     return bool(tensor.shape.is_fully_defined() and tensor.shape.num_elements() * tensor.dtype.size % _ROW == 0)
 
 
-def _outputs(given: Sequence[Any], parts: Sequence[PackedArgument]) -> list[Any]:
+def _outputs(inputs: Sequence[Any], parts: Sequence[PackedArgument]) -> list[Any]:
     """For each result of the callback the argument whose result it is, or the first of those that share it."""
     seen: set[Any] = set()
     outputs = []
-    for tensor, part in zip(given, parts, strict=True):
+    for tensor, part in zip(inputs, parts, strict=True):
         if not part.in_rows or tensor.dtype not in seen:
             outputs.append(tensor)
         if part.in_rows:
@@ -164,19 +166,19 @@ def _outputs(given: Sequence[Any], parts: Sequence[PackedArgument]) -> list[Any]
     return outputs
 
 
-def _pieces(found: Sequence[Any], given: Sequence[Any], parts: Sequence[PackedArgument]) -> list[Any]:
+def _pieces(outputs: Sequence[Any], inputs: Sequence[Any], parts: Sequence[PackedArgument]) -> list[Any]:
     """Split the callback's results into one piece for each argument."""
-    rest = iter(found)
+    rest = iter(outputs)
     shared: dict[Any, Any] = {}
     pieces = []
-    for tensor, part in zip(given, parts, strict=True):
+    for tensor, part in zip(inputs, parts, strict=True):
         if not part.in_rows:
             pieces.append(next(rest))
             continue
         if tensor.dtype not in shared:
             counts = [
                 x.shape.num_elements()
-                for x, other in zip(given, parts, strict=True)
+                for x, other in zip(inputs, parts, strict=True)
                 if other.in_rows and x.dtype == tensor.dtype
             ]
             lines = [_rows(count, tensor.dtype.size) for count in counts]
@@ -265,16 +267,16 @@ class _PackedAllreduce(_PackedCallback):
         """For each result the shapes of all tensors in it."""
         if self._known:
             return self._known
-        found: list[list[tuple[int, ...]]] = []
+        per_result: list[list[tuple[int, ...]]] = []
         shared: dict[Any, list[tuple[int, ...]]] = {}
         for array, argument in zip(arrays, self.arguments, strict=True):
             if argument.in_rows and array.dtype in shared:
                 shared[array.dtype].extend(argument.shapes)
                 continue
-            found.append(list(argument.shapes or (array.shape,)))
+            per_result.append(list(argument.shapes or (array.shape,)))
             if argument.in_rows:
-                shared[array.dtype] = found[-1]
-        parts = [Shapes(shapes) for shapes in found]
+                shared[array.dtype] = per_result[-1]
+        parts = [Shapes(shapes) for shapes in per_result]
         if all(argument.shapes for argument in self.arguments):
             self._known[:] = parts
         return parts

@@ -99,28 +99,28 @@ def reduce_remaining(
             ``tf.errors.InvalidArgumentError`` when it runs.
         MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
     """
-    found = list(grads)
-    if len(found) != len(variables) or not reduction.process_set.included() or reduction.process_set.size() == 1:
-        return reduction.reduce(found, variables, local)
-    states = [_state(grad, variable, reduction) for grad, variable in zip(found, variables, strict=True)]
+    gradients = list(grads)
+    if len(gradients) != len(variables) or not reduction.process_set.included() or reduction.process_set.size() == 1:
+        return reduction.reduce(gradients, variables, local)
+    states = [_state(grad, variable, reduction) for grad, variable in zip(gradients, variables, strict=True)]
     clear_pending(variables)
     own = [at for at, state in enumerate(states) if state == "own"]
     doubtful = [
         at for at, state in enumerate(states) if state == "doubtful" and variable_key(variables[at]) not in local
     ]
     if doubtful:
-        suspects = [found[at] for at in doubtful]
+        suspects = [gradients[at] for at in doubtful]
         if not reduction.options.op.idempotent or len(doubtful) < states.count("doubtful"):
             confirmed = confirm_reduced(suspects, [variables[at] for at in doubtful], reduction)
             for at, grad in zip(doubtful, confirmed, strict=True):
-                found[at] = grad
+                gradients[at] = grad
         elif not (tf.executing_eagerly() and bool(_equal_on_all_ranks(suspects, reduction))):
             own = sorted([*own, *doubtful])
     if own:
-        reduced = reduction.reduce([found[at] for at in own], [variables[at] for at in own], local)
+        reduced = reduction.reduce([gradients[at] for at in own], [variables[at] for at in own], local)
         for at, grad in zip(own, reduced, strict=True):
-            found[at] = grad
-    return found
+            gradients[at] = grad
+    return gradients
 
 
 def confirm_reduced(
@@ -131,32 +131,34 @@ def confirm_reduced(
     Returns:
         The gradients; in a graph they depend on the check.
     """
-    found = list(grads)
+    gradients = list(grads)
     doubtful = [
         at
         for at, variable in enumerate(variables)
-        if variable_key(variable) not in local and found[at] is not None and not is_reduced(found[at], reduction)
+        if variable_key(variable) not in local
+        and gradients[at] is not None
+        and not is_reduced(gradients[at], reduction)
     ]
     if not doubtful or not reduction.process_set.included() or reduction.process_set.size() == 1:
-        return found
+        return gradients
     text = (
         "apply_gradients: the ranks' gradients differ, although compute_gradients, or a DistributedGradientTape, has "
         "combined gradients of the same variables that were not applied. Apply what they have returned; or where "
         "gradients are this rank's own, do not compute combined ones of the same variables before"
     )
-    equal = _equal_on_all_ranks([found[at] for at in doubtful], reduction)
+    equal = _equal_on_all_ranks([gradients[at] for at in doubtful], reduction)
     if tf.executing_eagerly():
         if not bool(equal):
             raise InvalidArgumentError(text)
-        return found
+        return gradients
     with tf.control_dependencies([tf.debugging.Assert(equal, [text])]):
         for at in doubtful:
-            grad = found[at]
+            grad = gradients[at]
             same = tf.identity(_values(grad))
-            found[at] = (
+            gradients[at] = (
                 tf.IndexedSlices(same, grad.indices, grad.dense_shape) if isinstance(grad, tf.IndexedSlices) else same
             )
-    return found
+    return gradients
 
 
 def is_reduced(grad: Any, reduction: GradientReduction) -> bool:

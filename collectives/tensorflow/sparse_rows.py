@@ -33,16 +33,16 @@ def allreduce(world: World, arrays: Sequence[Any], average: bool, name: str | No
     """
     gathering, further = name and f"{name}.indices", name and f"{name}.rows"
     with world.ahead_of(gathering):
-        mine = [_combined(values, indices) for values, indices in zip(arrays[::2], arrays[1::2], strict=True)]
-    gathered = world.grouped_allgather([indices for _, indices in mine], name=gathering)
+        own_rows = [_combined(values, indices) for values, indices in zip(arrays[::2], arrays[1::2], strict=True)]
+    gathered = world.grouped_allgather([indices for _, indices in own_rows], name=gathering)
     # The next operation has one name whichever it is, so a rank that fails before it knows which can refuse it.
     with world.ahead_of(further):
         unions = [np.unique(indices) for indices in gathered]
         overlaps = [len(indices) > 2 * len(union) for indices, union in zip(gathered, unions, strict=True)]
         apart, shared = ([i for i, overlap in enumerate(overlaps) if overlap is wanted] for wanted in (False, True))
-        spread = [_spread(*mine[i], unions[i]) for i in shared]
-    sums: list[Any] = [None] * len(mine)
-    rows = world.grouped_allgather([mine[i][0] for i in apart], name=further) if apart else []
+        spread = [_spread(*own_rows[i], unions[i]) for i in shared]
+    sums: list[Any] = [None] * len(own_rows)
+    rows = world.grouped_allgather([own_rows[i][0] for i in apart], name=further) if apart else []
     if shared:
         op, reducing = Op.AVERAGE if average else Op.SUM, name and f"{name}.sums" if apart else further
         for i, total in zip(shared, world.grouped_allreduce_(spread, op=op, name=reducing), strict=True):

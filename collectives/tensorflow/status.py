@@ -100,17 +100,17 @@ def _is_registered() -> bool:
 
 def _library() -> ctypes.CDLL:
     """The library of TensorFlow, which is already loaded."""
-    found = sorted(Path(tf.sysconfig.get_lib()).glob("libtensorflow_framework.*"))
-    if not found:
+    paths = sorted(Path(tf.sysconfig.get_lib()).glob("libtensorflow_framework.*"))
+    if not paths:
         raise OSError("TensorFlow has no library of its own")
-    return ctypes.CDLL(str(found[0]))
+    return ctypes.CDLL(str(paths[0]))
 
 
 def _register(library: ctypes.CDLL) -> bool:
     def function(name: str, result: Any, *arguments: Any) -> Any:
-        found = library[name]
-        found.restype, found.argtypes = result, arguments
-        return found
+        symbol = library[name]
+        symbol.restype, symbol.argtypes = result, arguments
+        return symbol
 
     new_status = function("TF_NewStatus", _Pointer)
     set_status = function("TF_SetStatus", None, _Pointer, ctypes.c_int, ctypes.c_char_p)

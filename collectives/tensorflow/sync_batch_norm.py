@@ -127,9 +127,9 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
     def _move(self, mean: Any, variance: Any, count: Any) -> None:
         """Update the running statistics, unless the batches of all ranks are empty."""
         rate = tf.where(count > 0, tf.constant(1.0 - self.momentum, tf.float64), tf.constant(0.0, tf.float64))
-        for moving, found in ((self.moving_mean, mean), (self.moving_variance, variance)):
-            known = tf.convert_to_tensor(moving)
-            moving.assign(known + tf.cast((found - tf.cast(known, tf.float64)) * rate, known.dtype))
+        for moving, batch_value in ((self.moving_mean, mean), (self.moving_variance, variance)):
+            current = tf.convert_to_tensor(moving)
+            moving.assign(current + tf.cast((batch_value - tf.cast(current, tf.float64)) * rate, current.dtype))
 
 
 def _flag(training: Any) -> bool:

@@ -134,15 +134,15 @@ def trainable_weights(layers: Any) -> list[Any]:
     """
     if layers is None:
         return []
-    found = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, tf.Module) else [layers]
-    for layer in found:
+    all_layers = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, tf.Module) else [layers]
+    for layer in all_layers:
         if not hasattr(layer, "trainable_weights"):
             raise InvalidArgumentError(f"local_layers: expected layers of tf.keras.layers.Layer type, got {layer!r}")
         if not getattr(layer, "built", True):
             raise InvalidArgumentError(
                 f"local_layers: {layer!r} has no weights yet; build it, or call the model once, before"
             )
-    return [weight for layer in found for weight in layer.trainable_weights]
+    return [weight for layer in all_layers for weight in layer.trainable_weights]
 
 
 class _WrappedTape:

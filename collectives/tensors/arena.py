@@ -231,10 +231,10 @@ class Arena:
                     place = quick.pop()
                     self._quick_bytes -= size
                 else:
-                    found = self._find(size)
-                    if found is None:
+                    free_range = self._find(size)
+                    if free_range is None:
                         return None
-                    place = found
+                    place = free_range
                 piece, start, _ = place
                 block: _Block = _new(_Block, nbytes, _BYTE, piece.mapping, piece.offset + start)
                 reference = _BlockReference(block, self._note)

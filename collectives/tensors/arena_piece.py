@@ -152,8 +152,8 @@ class Piece:
         """Ask for huge pages in place of what has no memory yet, from the huge page ``first`` to ``last``."""
         touched = self._touched
         while (begin := touched.find(0, first, last)) >= 0:
-            found = touched.find(1, begin, last)
-            first = last if found < 0 else found
+            next_touched = touched.find(1, begin, last)
+            first = last if next_touched < 0 else next_touched
             start, nbytes = begin * HUGE_PAGE, (first - begin) * HUGE_PAGE
             self.memory[start : start + nbytes : HUGE_PAGE] = 0  # the system makes huge pages of small ones only
             # Refused now and then while other pages are on their way to the lists of the system's.
@@ -167,13 +167,13 @@ class Piece:
 
     def idle(self) -> list[tuple[int, int, int]]:
         """Free ranges of whole huge pages, of which some may have physical memory: its bytes, start and end."""
-        found = []
+        ranges = []
         for start, end in self.free.of_at_least(HUGE_PAGE):
             first, last = -(-start // HUGE_PAGE), end // HUGE_PAGE
             touched = self._touched.count(1, first, last)
             if touched:
-                found.append((touched * HUGE_PAGE, first * HUGE_PAGE, last * HUGE_PAGE))
-        return found
+                ranges.append((touched * HUGE_PAGE, first * HUGE_PAGE, last * HUGE_PAGE))
+        return ranges
 
     def punch(self, start: int, end: int) -> None:
         """Give the memory of whole free huge pages back to the system; they read as zeros afterwards."""

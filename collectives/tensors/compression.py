@@ -116,7 +116,7 @@ def check(compression: Any) -> None:
         InvalidTypeError: ``compress`` or ``decompress`` is missing, or cannot be called with (tensor) and (tensor,
             context) respectively.
     """
-    if any(compression is known for known in BUILT_IN):
+    if any(compression is built_in for built_in in BUILT_IN):
         return
     expected = (
         f"compression: expected "

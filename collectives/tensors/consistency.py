@@ -42,17 +42,17 @@ def fingerprints(tensors: Any) -> list[Fingerprint]:
         InvalidTypeError: not such a collection, or a tensor of an unsupported type.
         InvalidArgumentError: two tensors have the same name.
     """
-    found: dict[str, Fingerprint] = {}
+    by_name: dict[str, Fingerprint] = {}
     for name, tensor in _named(tensors):
-        if name in found:
+        if name in by_name:
             raise InvalidArgumentError(f"tensors: expected names that differ, got {name!r} twice")
         seen = view(tensor, argument=name)
         dtype = dtypes.name(seen.dtype)
         digest = hashlib.blake2b(f"{dtype}{seen.shape}".encode(), digest_size=16)
         elements = seen.array if isinstance(seen, View) else seen.on_host()
         digest.update(elements.view(np.uint8).data)
-        found[name] = Fingerprint(name, seen.shape, dtype, digest.digest())
-    return list(found.values())
+        by_name[name] = Fingerprint(name, seen.shape, dtype, digest.digest())
+    return list(by_name.values())
 
 
 def compare(
@@ -99,15 +99,15 @@ def _named(tensors: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _mismatch(
-    rank: int, differing: Sequence[str], found: Sequence[Fingerprint | None], ranks: Sequence[int]
+    rank: int, differing: Sequence[str], per_rank: Sequence[Fingerprint | None], ranks: Sequence[int]
 ) -> MismatchError:
-    """The error about the first of the differing tensors; ``found`` has its fingerprint on each rank."""
+    """The error about the first of the differing tensors; ``per_rank`` has its fingerprint on each rank."""
     more = f" (the first of {len(differing)} that differ)" if len(differing) > 1 else ""
     subject = f"rank {rank}: tensor {differing[0]!r}{more}"
-    present = [fingerprint for fingerprint in found if fingerprint is not None]
-    if len(present) < len(found):
-        missing = [peer for peer, fingerprint in zip(ranks, found, strict=True) if fingerprint is None]
-        having = [peer for peer, fingerprint in zip(ranks, found, strict=True) if fingerprint is not None]
+    present = [fingerprint for fingerprint in per_rank if fingerprint is not None]
+    if len(present) < len(per_rank):
+        missing = [peer for peer, fingerprint in zip(ranks, per_rank, strict=True) if fingerprint is None]
+        having = [peer for peer, fingerprint in zip(ranks, per_rank, strict=True) if fingerprint is not None]
         return MismatchError(
             f"{subject} is not on every rank: it is missing on {_ranks(missing)} and present on {_ranks(having)}."
             "\nEvery rank must pass the same tensors."

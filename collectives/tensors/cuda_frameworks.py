@@ -36,40 +36,40 @@ class Framework:
     def __init__(self, from_dlpack: Callable[[Any], Any] | None = None) -> None:
         self._from_dlpack = from_dlpack
 
-    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
-        """Find a tensor's memory; ``given`` is the stream that the caller passed, or None."""
+    def read(self, tensor: Any, argument: str, provider: Provider, passed_stream: int | None) -> TensorMemory:
+        """Find a tensor's memory; ``passed_stream`` is the stream that the caller passed, or None."""
         if hasattr(tensor, "__dlpack__"):
-            return by_dlpack(tensor, tensor.__dlpack__, argument, provider, given)
-        return by_interface(tensor, argument, provider, given)
+            return by_dlpack(tensor, tensor.__dlpack__, argument, provider, passed_stream)
+        return by_interface(tensor, argument, provider, passed_stream)
 
     def current_stream(self, device: Device) -> int:
         """The current stream of the calling thread."""
         with active(device):
             return device.current_stream()
 
-    def contiguous(self, found: TensorMemory, argument: str) -> tuple[Any, int]:
+    def contiguous(self, tensor: TensorMemory, argument: str) -> tuple[Any, int]:
         """Return a copy in C order, made on the tensor's stream, and its address."""
-        with active(found.device):
-            strided = _strided(found)
+        with active(tensor.device):
+            strided = _strided(tensor)
             if strided is None:
                 raise InvalidTypeError(
-                    f"{argument}: expected a contiguous tensor, got one of shape {found.shape} and strides "
-                    f"{found.strides} (bytes);"
+                    f"{argument}: expected a contiguous tensor, got one of shape {tensor.shape} and strides "
+                    f"{tensor.strides} (bytes);"
                     " make it contiguous first"
                 )
-            with _on_own_stream(found.device, found.stream):
+            with _on_own_stream(tensor.device, tensor.stream):
                 copy = sys.modules["cupy"].ascontiguousarray(strided)
         return copy, copy.data.ptr
 
-    def store(self, found: TensorMemory, copy: Any, stream: int) -> None:
+    def store(self, tensor: TensorMemory, copy: Any, stream: int) -> None:
         """Write a copy in C order back into the tensor."""
-        with active(found.device):
-            if found.strides is None or detection.is_contiguous(found.shape, found.strides, found.dtype.itemsize):
+        with active(tensor.device):
+            if tensor.strides is None or detection.is_contiguous(tensor.shape, tensor.strides, tensor.dtype.itemsize):
                 at = copy.__cuda_array_interface__["data"][0]
-                found.device.copy(found.address, at, math.prod(found.shape) * found.dtype.itemsize, stream)
+                tensor.device.copy(tensor.address, at, math.prod(tensor.shape) * tensor.dtype.itemsize, stream)
                 return
-            strided = _strided(found)
-            with _on_own_stream(found.device, stream):
+            strided = _strided(tensor)
+            with _on_own_stream(tensor.device, stream):
                 strided[...] = copy
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: Device, stream: int) -> tuple[Any, int]:
@@ -93,7 +93,7 @@ class Framework:
 
 
 class Torch(Framework):
-    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
+    def read(self, tensor: Any, argument: str, provider: Provider, passed_stream: int | None) -> TensorMemory:
         torch: Any = sys.modules["torch"]
         if tensor.device.type != "cuda" or torch.version.hip is not None:
             raise detection.misplaced(
@@ -101,7 +101,7 @@ class Torch(Framework):
             )
         plain, lazy = plain_torch(tensor, argument)
         index = tensor.device.index
-        stream = torch.cuda.current_stream(index).cuda_stream if given is None else given
+        stream = torch.cuda.current_stream(index).cuda_stream if passed_stream is None else passed_stream
         dtype = _from_torch(tensor.dtype, argument)
         if lazy:
             with self._on(stream, index):
@@ -121,15 +121,15 @@ class Torch(Framework):
         stream: int = sys.modules["torch"].cuda.current_stream(device.index).cuda_stream
         return stream
 
-    def contiguous(self, found: TensorMemory, argument: str) -> tuple[Any, int]:
-        with self._on(found.stream, found.device.index):
-            copy = found.memory.contiguous()
+    def contiguous(self, tensor: TensorMemory, argument: str) -> tuple[Any, int]:
+        with self._on(tensor.stream, tensor.device.index):
+            copy = tensor.memory.contiguous()
         return copy, copy.data_ptr()
 
-    def store(self, found: TensorMemory, copy: Any, stream: int) -> None:
-        with self._on(stream, found.device.index):
-            found.memory.copy_(copy)
-        self._keep(copy, found.device, found.stream, stream)
+    def store(self, tensor: TensorMemory, copy: Any, stream: int) -> None:
+        with self._on(stream, tensor.device.index):
+            tensor.memory.copy_(copy)
+        self._keep(copy, tensor.device, tensor.stream, stream)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: Device, stream: int) -> tuple[Any, int]:
         torch: Any = sys.modules["torch"]
@@ -180,9 +180,9 @@ def _from_torch(dtype: Any, argument: str) -> np.dtype[Any]:
 
 
 class Cupy(Framework):
-    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
+    def read(self, tensor: Any, argument: str, provider: Provider, passed_stream: int | None) -> TensorMemory:
         device = provider.device(tensor.device.id)
-        stream = self.current_stream(device) if given is None else given
+        stream = self.current_stream(device) if passed_stream is None else passed_stream
         strides = None if tensor.flags.c_contiguous else tensor.strides
         return TensorMemory(tensor.data.ptr, tensor.shape, strides, tensor.dtype, device, True, stream, tensor)
 
@@ -200,14 +200,14 @@ _BITS = {
 }
 
 
-def _strided(found: TensorMemory) -> Any:
+def _strided(tensor: TensorMemory) -> Any:
     """A tensor's memory as a CuPy array of elements of the same size; None if the device's arrays are not CuPy's."""
     cupy: Any = sys.modules.get("cupy")
-    if cupy is None or not isinstance(found.device.empty((0,), np.dtype(np.uint8), found.stream), cupy.ndarray):
+    if cupy is None or not isinstance(tensor.device.empty((0,), np.dtype(np.uint8), tensor.stream), cupy.ndarray):
         return None
-    memory = cupy.cuda.UnownedMemory(found.address, found.dtype.itemsize, found.memory, found.device.index)
+    memory = cupy.cuda.UnownedMemory(tensor.address, tensor.dtype.itemsize, tensor.memory, tensor.device.index)
     return cupy.ndarray(
-        found.shape, _BITS[found.dtype.itemsize], cupy.cuda.MemoryPointer(memory, 0), strides=found.strides
+        tensor.shape, _BITS[tensor.dtype.itemsize], cupy.cuda.MemoryPointer(memory, 0), strides=tensor.strides
     )
 
 
@@ -226,13 +226,13 @@ def _on_own_stream(device: Device, stream: int) -> Iterator[None]:
 class Jax(Framework):
     """JAX's arrays are immutable: results are new arrays."""
 
-    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
+    def read(self, tensor: Any, argument: str, provider: Provider, passed_stream: int | None) -> TensorMemory:
         if len(tensor.devices()) != 1:
             raise InvalidTypeError(
                 f"{argument}: expected a jax array on one device, got one spread over {len(tensor.devices())} devices;"
                 " pass the data of each of its addressable_shards"
             )
-        return by_dlpack(tensor, tensor.__dlpack__, argument, provider, given)._replace(writable=False)
+        return by_dlpack(tensor, tensor.__dlpack__, argument, provider, passed_stream)._replace(writable=False)
 
     def wrap(self, result: Any, dtype: np.dtype[Any], device: Device, made_on: int, used_on: int) -> Any:
         with active(device):
@@ -245,14 +245,14 @@ class TensorFlow(Framework):
     TensorFlow synchronizes before it exports; imports are synchronized here.
     """
 
-    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
+    def read(self, tensor: Any, argument: str, provider: Provider, passed_stream: int | None) -> TensorMemory:
         tensorflow: Any = sys.modules["tensorflow"]
         plain = tensorflow.convert_to_tensor(tensor)  # the value of a Variable
 
         def export(**options: Any) -> Any:
             return tensorflow.experimental.dlpack.to_dlpack(plain)
 
-        return by_dlpack(plain, export, argument, provider, given)._replace(writable=False)
+        return by_dlpack(plain, export, argument, provider, passed_stream)._replace(writable=False)
 
     def wrap(self, result: Any, dtype: np.dtype[Any], device: Device, made_on: int, used_on: int) -> Any:
         tensorflow: Any = sys.modules["tensorflow"]
@@ -269,8 +269,8 @@ _KNOWN: dict[str | None, Framework] = {"torch": Torch(), "cupy": Cupy(), "jax": 
 def of(tensor: Any) -> Framework:
     """The framework of a tensor."""
     kind: Any = type(tensor)
-    known = _KNOWN.get(detection.framework(kind))
-    if known is not None:
-        return known
+    imported = _KNOWN.get(detection.framework(kind))
+    if imported is not None:
+        return imported
     module = detection.namespace(tensor)
     return Framework(None if module is None else module.from_dlpack)

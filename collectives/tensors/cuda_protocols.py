@@ -37,11 +37,11 @@ class TensorMemory(NamedTuple):
 
 
 def by_dlpack(
-    tensor: Any, export: Callable[..., Any], argument: str, provider: Provider, given: int | None
+    tensor: Any, export: Callable[..., Any], argument: str, provider: Provider, passed_stream: int | None
 ) -> TensorMemory:
-    """Read through DLPack, for use on stream ``given`` or on the device's current one."""
+    """Read through DLPack, for use on stream ``passed_stream`` or on the device's current one."""
     name = detection.describe(tensor)
-    device, stream = _place(provider.device(tensor.__dlpack_device__()[1]), given, argument)
+    device, stream = _place(provider.device(tensor.__dlpack_device__()[1]), passed_stream, argument)
     try:
         capsule = _capsule(export, stream or 1)  # DLPack's number of the default stream is 1, and 0 is forbidden
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
@@ -61,7 +61,7 @@ def _capsule(export: Callable[..., Any], stream: int) -> Any:
         return export(stream=stream)
 
 
-def by_interface(tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
+def by_interface(tensor: Any, argument: str, provider: Provider, passed_stream: int | None) -> TensorMemory:
     """Read through ``__cuda_array_interface__``, versions 2 and 3."""
     kind = detection.describe(tensor)
     interface = getattr(tensor, "__cuda_array_interface__", None)
@@ -75,11 +75,11 @@ def by_interface(tensor: Any, argument: str, provider: Provider, given: int | No
     dtype = np.dtype(interface["typestr"])
     if dtype.kind == "V":  # the interface has no name for bfloat16
         dtype = np.dtype(getattr(tensor, "dtype", dtype))
-    device, stream = _place(provider.device_of(address) if address else provider.device(0), given, argument)
+    device, stream = _place(provider.device_of(address) if address else provider.device(0), passed_stream, argument)
     made_on = interface.get("stream")
     if made_on is not None:
         made_on = streams.handle(made_on, argument=f"{argument} ({kind}): stream")
-        if given is None and made_on != streams.PER_THREAD:
+        if passed_stream is None and made_on != streams.PER_THREAD:
             stream = made_on
         else:
             with active(device):
@@ -91,12 +91,12 @@ def by_interface(tensor: Any, argument: str, provider: Provider, given: int | No
     )
 
 
-def _place(device: Device, given: int | None, argument: str) -> tuple[Device, int]:
+def _place(device: Device, passed_stream: int | None, argument: str) -> tuple[Device, int]:
     """Return a device and the stream on which its tensor will be used.
 
     The caller orders that stream after the tensor's own, so it must not be under capture.
     """
     with active(device):
-        stream = device.current_stream() if given is None else given
+        stream = device.current_stream() if passed_stream is None else passed_stream
         streams.free_of_capture(device, stream, argument, streams.OUTSIDE)
         return device, stream

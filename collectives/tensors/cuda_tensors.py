@@ -71,9 +71,9 @@ class DeviceView:
 
     __slots__ = (
         "_copy",
-        "_found",
         "_framework",
-        "_given",
+        "_stream_passed",
+        "_tensor_memory",
         "array",
         "copied",
         "device",
@@ -87,23 +87,23 @@ class DeviceView:
     def __init__(
         self,
         framework: cuda_frameworks.Framework,
-        found: TensorMemory,
+        tensor: TensorMemory,
         array: DeviceArray,
         copied: bool,
-        given: bool,
+        stream_passed: bool,
     ) -> None:
         self.array = array
-        self.shape = found.shape
+        self.shape = tensor.shape
         self.dtype = array.dtype
         self.nbytes = array.nbytes
         self.device = array.device
-        self.stream = found.stream
+        self.stream = tensor.stream
         self.copied = copied
-        self.writable = found.writable
+        self.writable = tensor.writable
         self._framework = framework
-        self._found = found
+        self._tensor_memory = tensor
         self._copy = array.owner
-        self._given = given
+        self._stream_passed = stream_passed
 
     def current_stream(self) -> int:
         """The stream before whose later work a result must be ready.
@@ -111,7 +111,7 @@ class DeviceView:
         This is the stream that the caller passed, else the framework's current stream in the calling thread; raises as
         `streams.usable`.
         """
-        return self.stream if self._given else streams.usable(self._framework.current_stream(self.device))
+        return self.stream if self._stream_passed else streams.usable(self._framework.current_stream(self.device))
 
     def store(self) -> None:
         """Copy ``array`` into the caller's tensor after an in-place operation; does nothing if they share memory.
@@ -119,14 +119,14 @@ class DeviceView:
         The copy runs on `current_stream`, which must already wait for the operation.
         """
         if self.copied and self.writable:
-            self._framework.store(self._found, self._copy, self.current_stream())
+            self._framework.store(self._tensor_memory, self._copy, self.current_stream())
 
     def extent(self, writes: bool) -> Extent:
         """As `collectives.tensors.arrays.View.extent`."""
-        found = self._found
-        if not self.copied or found.strides is None:
-            return found.address, found.address + self.nbytes, writes, None
-        return detection.strided_extent(found.address, self.shape, found.strides, self.dtype.itemsize, writes)
+        tensor = self._tensor_memory
+        if not self.copied or tensor.strides is None:
+            return tensor.address, tensor.address + self.nbytes, writes, None
+        return detection.strided_extent(tensor.address, self.shape, tensor.strides, self.dtype.itemsize, writes)
 
     def detach(self) -> None:
         """Replace ``array`` by a copy, made on ``stream``, which ``store`` writes back."""
@@ -146,10 +146,10 @@ class DeviceView:
         """Copy the elements to a 1-D NumPy array, after the work of ``stream``; raises as `streams.free_of_capture`."""
         with active(self.device):
             streams.free_of_capture(self.device, self.stream, "tensor", streams.OUTSIDE)
-            found = self.device.pinned(max(1, self.nbytes))[: self.nbytes]
-            self.device.copy(found.ctypes.data, self.array.address, self.nbytes, self.stream)
+            elements = self.device.pinned(max(1, self.nbytes))[: self.nbytes]
+            self.device.copy(elements.ctypes.data, self.array.address, self.nbytes, self.stream)
             self.device.drain(self.stream)
-        return found.view(self.dtype)
+        return elements.view(self.dtype)
 
     def fill_from_host(self, values: Array, into: DeviceArray | None = None) -> None:
         """Copy elements from the host on `current_stream`, and wait for the copy.
@@ -219,31 +219,31 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
         InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap; or an unusable stream.
         MissingDependencyError: GPUs cannot be used here; the message says what is missing.
     """
-    given = None if stream is None else streams.usable(streams.handle(stream))
+    passed_stream = None if stream is None else streams.usable(streams.handle(stream))
     framework = cuda_frameworks.of(tensor)
-    found = framework.read(tensor, argument, _provider(tensor, argument), given)
-    if given is None:
-        streams.usable(found.stream, argument)
-    dtype = found.dtype
+    tensor_memory = framework.read(tensor, argument, _provider(tensor, argument), passed_stream)
+    if passed_stream is None:
+        streams.usable(tensor_memory.stream, argument)
+    dtype = tensor_memory.dtype
     if dtype not in SUPPORTED:
         dtype = _resolve(tensor, dtype, argument)
-    shape, strides = found.shape, found.strides
-    if writable and not found.writable:
+    shape, strides = tensor_memory.shape, tensor_memory.strides
+    if writable and not tensor_memory.writable:
         raise detection.frozen(tensor, argument, shape, dtype)
     contiguous = strides is None or detection.is_contiguous(shape, strides, dtype.itemsize)
-    if found.address % dtype.itemsize:
+    if tensor_memory.address % dtype.itemsize:
         raise InvalidTypeError(
             f"{argument}: expected elements at multiples of their size ({dtype.itemsize} bytes), got a "
             f"{detection.describe(tensor)} at"
-            f" address {found.address:#x}; copy it first"
+            f" address {tensor_memory.address:#x}; copy it first"
         )
-    memory, address = found.memory, found.address
+    memory, address = tensor_memory.memory, tensor_memory.address
     if not contiguous:
         if writable and detection.may_overlap(shape, strides or (), dtype.itemsize):
             raise detection.overlapping(tensor, argument, shape, strides or ())
-        memory, address = framework.contiguous(found, argument)
-    array = DeviceArray(address, math.prod(shape), dtype, found.device, memory)
-    return DeviceView(framework, found, array, not contiguous, given is not None)
+        memory, address = framework.contiguous(tensor_memory, argument)
+    array = DeviceArray(address, math.prod(shape), dtype, tensor_memory.device, memory)
+    return DeviceView(framework, tensor_memory, array, not contiguous, passed_stream is not None)
 
 
 def _provider(tensor: Any, argument: str) -> Provider:
@@ -256,9 +256,9 @@ def _provider(tensor: Any, argument: str) -> Provider:
 def _resolve(tensor: Any, dtype: np.dtype[Any], argument: str) -> np.dtype[Any]:
     """Resolve a dtype that is not yet in `SUPPORTED`: bfloat16 at its first use, or an unsupported one."""
     kind = f"{argument} ({detection.describe(tensor)})"
-    found = resolve(dtype, argument=kind)
+    native = resolve(dtype, argument=kind)
     if not dtype.isnative:
         raise InvalidTypeError(
-            f"{kind}: byte-swapped dtype {dtype} is not supported on a GPU; convert it to {found} first"
+            f"{kind}: byte-swapped dtype {dtype} is not supported on a GPU; convert it to {native} first"
         )
-    return found
+    return native

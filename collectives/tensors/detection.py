@@ -164,10 +164,10 @@ def is_on_device(tensor: Any) -> bool:
     if isinstance(tensor, np.ndarray):
         return False
     kind: Any = type(tensor)
-    known = framework(kind)
-    if known == "torch":
+    name = framework(kind)
+    if name == "torch":
         return bool(tensor.is_cuda)
-    if known == "tensorflow":
+    if name == "tensorflow":
         return "GPU" in (getattr(tensor, "device", None) or "")
     try:
         if hasattr(tensor, "__dlpack_device__"):

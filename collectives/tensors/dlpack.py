@@ -122,11 +122,11 @@ def structure(capsule: Any, argument: str) -> tuple[_DLTensor, int]:
     raise InvalidTypeError(f"{argument}: expected a DLPack capsule that has not been consumed, got {capsule!r}")
 
 
-def _dtype(given: _DLDataType, argument: str) -> np.dtype[Any]:
-    kind = _KINDS.get(given.code, f"type code {given.code} of ")
-    name = "bool" if kind == "bool" and given.bits == 8 else f"{kind}{given.bits}"
-    if name not in NAMES or given.lanes != 1:
-        vector = f" in vectors of {given.lanes}" if given.lanes != 1 else ""
+def _dtype(dl_dtype: _DLDataType, argument: str) -> np.dtype[Any]:
+    kind = _KINDS.get(dl_dtype.code, f"type code {dl_dtype.code} of ")
+    name = "bool" if kind == "bool" and dl_dtype.bits == 8 else f"{kind}{dl_dtype.bits}"
+    if name not in NAMES or dl_dtype.lanes != 1:
+        vector = f" in vectors of {dl_dtype.lanes}" if dl_dtype.lanes != 1 else ""
         raise InvalidTypeError(
             f"{argument}: DLPack dtype {name}{vector} is not supported; expected one of {', '.join(NAMES)}"
         )

@@ -85,32 +85,32 @@ def _agrees(module: Any, half: _Dtype) -> bool:
         third = float(np.float32(1 / 3))
         try:
             return (
-                _same(_found(_conversion_by(module, _FLOAT32), narrow, _FLOAT32), single)
+                _same(_results(_conversion_by(module, _FLOAT32), narrow, _FLOAT32), single)
                 and all(
-                    _same(_found(_conversion_by(module, half), given, half), given.astype(half))
-                    for given in (wide[~np.isnan(wide)], nans)
+                    _same(_results(_conversion_by(module, half), sample, half), sample.astype(half))
+                    for sample in (wide[~np.isnan(wide)], nans)
                 )
                 and _same(
-                    _found(functools.partial(_sum(module, half), narrow[::-1].copy()), narrow, half),
+                    _results(functools.partial(_sum(module, half), narrow[::-1].copy()), narrow, half),
                     (single[::-1] + single).astype(half),
                 )
                 and _same(
-                    _found(_product(module, half, third), narrow, half), (single * np.float32(third)).astype(half)
+                    _results(_product(module, half, third), narrow, half), (single * np.float32(third)).astype(half)
                 )
             )
         except (TypeError, ValueError, AttributeError, RuntimeError):
             return False
 
 
-def _found(function: _Unary, given: _Array, dtype: _Dtype) -> _Array:
-    out = np.empty(given.size, dtype)
-    function(given, out)
+def _results(function: _Unary, inputs: _Array, dtype: _Dtype) -> _Array:
+    out = np.empty(inputs.size, dtype)
+    function(inputs, out)
     return out
 
 
-def _same(found: _Array, expected: _Array) -> bool:
-    pattern = np.dtype(f"u{found.dtype.itemsize}")
-    return bool(np.all((found.view(pattern) == expected.view(pattern)) | (np.isnan(found) & np.isnan(expected))))
+def _same(actual: _Array, expected: _Array) -> bool:
+    pattern = np.dtype(f"u{actual.dtype.itemsize}")
+    return bool(np.all((actual.view(pattern) == expected.view(pattern)) | (np.isnan(actual) & np.isnan(expected))))
 
 
 # ---- conversion
@@ -148,11 +148,11 @@ def cast(source: _Array, out: _Array) -> None:
 
 
 @functools.cache
-def _conversion(given: _Dtype, wanted: _Dtype) -> _Unary:
+def _conversion(source: _Dtype, target: _Dtype) -> _Unary:
     """NumPy's conversion; between float32 and a half numkong's, which is nearly as fast as a copy."""
-    half = next((dtype for dtype in (given, wanted) if dtypes.is_half(dtype)), None)
-    module = None if half is None or given == wanted else numkong(half)
-    return _convert_numpy if module is None else _conversion_by(module, wanted)
+    half = next((dtype for dtype in (source, target) if dtypes.is_half(dtype)), None)
+    module = None if half is None or source == target else numkong(half)
+    return _convert_numpy if module is None else _conversion_by(module, target)
 
 
 def _convert_numpy(source: _Array, out: _Array) -> None:

@@ -23,7 +23,7 @@ class Choices(TypedDict, total=False):
     stream: Any
 
 
-def given(
+def world_options(
     choices: Any,
     name: str | None,
     op: Op | None = None,

@@ -286,8 +286,8 @@ class _Transformed:
 
     def run(self, tensors: Sequence[Any]) -> list[Any]:
         """Carry it out, on tensors that have elements."""
-        given = list(tensors) if self.call.grouped else tensors[0]
-        result, _ = self.call.run(self.collective, given, *self.arguments)
+        inputs = list(tensors) if self.call.grouped else tensors[0]
+        result, _ = self.call.run(self.collective, inputs, *self.arguments)
         return list(result) if self.call.grouped else [result[0] if self.collective == "alltoall" else result]
 
     def differentiated(self, gradients: list[Any], inputs: Sequence[Any]) -> Sequence[Any]:
@@ -331,9 +331,9 @@ class _Transformable(torch.autograd.Function):
         if not adjoints.is_linear(this.call.op):
             raise this.refused("has no forward derivative; use a reverse one (torch.func.grad, vjp, jacrev)")
         chosen = [i for i, x in enumerate(inputs) if _has_gradient(x)]
-        given = [torch.zeros_like(inputs[i]) if tangents[i] is None else tangents[i] for i in chosen]
+        moving = [torch.zeros_like(inputs[i]) if tangents[i] is None else tangents[i] for i in chosen]
         call = replace(this.call, name=this.call._derived(".tangent"))
-        spread = dict(zip(chosen, _apply(replace(this, call=call), *given), strict=True))
+        spread = dict(zip(chosen, _apply(replace(this, call=call), *moving), strict=True))
         return tuple(map(spread.get, range(len(inputs))))
 
     @staticmethod

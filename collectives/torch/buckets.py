@@ -463,7 +463,7 @@ def arrange(
 
 def _bucket_type(slot: GradientSlot, options: GradientOptions, as_views: bool) -> type[GradientBucket]:
     # A compressor of the user's sees each gradient by itself.
-    if not any(options.compression is known for known in BUILT_IN):
+    if not any(options.compression is built_in for built_in in BUILT_IN):
         return GroupedBucket
     if as_views:
         return ViewedBucket

@@ -184,7 +184,7 @@ def untraced(function: Callable[Arguments, Returned]) -> Callable[Arguments, Ret
 
 
 def _is_built_in(compressor: Any) -> bool:
-    return compressor is None or any(compressor is known for known in BUILT_IN)
+    return compressor is None or any(compressor is built_in for built_in in BUILT_IN)
 
 
 def _where(process_set: ProcessSet | int, choices: Choices) -> tuple[int, str | None, str | None]:

@@ -108,13 +108,13 @@ def over(memory: npt.NDArray[np.uint8], shape: Sequence[int], dtype: torch.dtype
 
 
 def _dimensions(size: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
-    given: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size or None
+    dimensions: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size or None
     try:
-        shape = tuple(dimension.__index__() for dimension in given)
+        shape = tuple(dimension.__index__() for dimension in dimensions)
     except (AttributeError, TypeError):
-        raise InvalidTypeError(f"size: expected ints, or one sequence of ints, got {given!r}") from None
+        raise InvalidTypeError(f"size: expected ints, or one sequence of ints, got {dimensions!r}") from None
     if any(dimension < 0 for dimension in shape):
-        raise InvalidArgumentError(f"size: expected dimensions of 0 or more, got {given!r}")
+        raise InvalidArgumentError(f"size: expected dimensions of 0 or more, got {dimensions!r}")
     return shape
 
 

@@ -16,7 +16,7 @@ from collectives import api
 from collectives.base.options import spelled_out
 from collectives.engine.handles import Handle
 from collectives.torch import autograd, compiled
-from collectives.torch.arguments import Choices, Tensor, any_tracked, given, written
+from collectives.torch.arguments import Choices, Tensor, any_tracked, world_options, written
 from collectives.torch.autograd import DifferentiableCall, tracks
 from collectives.torch.compiled import untraced
 from collectives.torch.handles import Derived
@@ -56,7 +56,7 @@ def allgather(
     world = world_of(process_set)
     if tracks(tensor):
         return autograd.allgather(DifferentiableCall(world, name, False, {**choices}), [tensor])[0]
-    return world.allgather(tensor, **given(choices, name))
+    return world.allgather(tensor, **world_options(choices, name))
 
 
 @untraced
@@ -68,7 +68,7 @@ def allgather_async(
     **choices: Unpack[Choices],
 ) -> Handle[Tensor]:
     """Begin an `allgather` and return a handle at once. Not differentiable."""
-    return world_of(process_set).allgather_async(tensor, **given(choices, name))
+    return world_of(process_set).allgather_async(tensor, **world_options(choices, name))
 
 
 @spelled_out(Choices)
@@ -92,7 +92,7 @@ def _grouped_allgather(
     world = world_of(process_set)
     if any_tracked(tensors):
         return autograd.allgather(DifferentiableCall(world, name, True, {**choices}), tensors)
-    return world.grouped_allgather(tensors, **given(choices, name))
+    return world.grouped_allgather(tensors, **world_options(choices, name))
 
 
 @untraced
@@ -104,7 +104,7 @@ def grouped_allgather_async(
     **choices: Unpack[Choices],
 ) -> Handle[list[Tensor]]:
     """Begin a `grouped_allgather`; one handle for all tensors. Not differentiable."""
-    return world_of(process_set).grouped_allgather_async(tensors, **given(choices, name))
+    return world_of(process_set).grouped_allgather_async(tensors, **world_options(choices, name))
 
 
 # ---- broadcast
@@ -141,7 +141,7 @@ def broadcast(
     world = world_of(process_set)
     if tracks(tensor):
         return autograd.broadcast(DifferentiableCall(world, name, False, {**choices}), tensor, root)
-    return world.broadcast(tensor, root, **given(choices, name))
+    return world.broadcast(tensor, root, **world_options(choices, name))
 
 
 @spelled_out(Choices)
@@ -156,7 +156,7 @@ def broadcast_(
     if is_compiling():
         return compiled.stored(tensor, broadcast(tensor, root_rank, name, process_set, **choices))
     root = root_in(process_set, root_rank, name)
-    return written(world_of(process_set).broadcast_(tensor, root, **given(choices, name)))
+    return written(world_of(process_set).broadcast_(tensor, root, **world_options(choices, name)))
 
 
 @untraced
@@ -170,7 +170,7 @@ def broadcast_async(
 ) -> Handle[Tensor]:
     """Begin a `broadcast` and return a handle at once. Not differentiable."""
     root = root_in(process_set, root_rank, name)
-    return world_of(process_set).broadcast_async(tensor, root, **given(choices, name))
+    return world_of(process_set).broadcast_async(tensor, root, **world_options(choices, name))
 
 
 @untraced
@@ -184,7 +184,7 @@ def broadcast_async_(
 ) -> Handle[Tensor]:
     """Begin a `broadcast_` and return a handle at once. The tensor must be left alone until the operation is done."""
     root = root_in(process_set, root_rank, name)
-    handle = world_of(process_set).broadcast_async_(tensor, root, **given(choices, name))
+    handle = world_of(process_set).broadcast_async_(tensor, root, **world_options(choices, name))
     written(tensor)
     return handle
 
@@ -245,12 +245,12 @@ def alltoall(
         return rows if splits is None else (rows, _received(received, splits))
     world = world_of(process_set)
     counts = _counts(splits, tensor, world.size)
-    found: Any = (
+    outcome: Any = (
         autograd.alltoall(DifferentiableCall(world, name, False, {**choices}), tensor, counts)
         if tracks(tensor)
-        else world.alltoall(tensor, counts, **given(choices, name))
+        else world.alltoall(tensor, counts, **world_options(choices, name))
     )
-    return found[0] if splits is None else (found[0], _received(found[1], splits))
+    return outcome[0] if splits is None else (outcome[0], _received(outcome[1], splits))
 
 
 @untraced
@@ -267,8 +267,8 @@ def alltoall_async(
     Its result is always a pair, of the rows received and how many came from each rank, as in Horovod.
     """
     world = world_of(process_set)
-    handle = world.alltoall_async(tensor, _counts(splits, tensor, world.size), **given(choices, name))
-    return Derived([handle], lambda found: (found[0], _received(found[1], splits)))
+    handle = world.alltoall_async(tensor, _counts(splits, tensor, world.size), **world_options(choices, name))
+    return Derived([handle], lambda outcome: (outcome[0], _received(outcome[1], splits)))
 
 
 # ---- without tensors

@@ -137,8 +137,8 @@ class _OptimizerState(NamedTuple):
         owners |= {
             f"state[{number}]": values for number, values in self.of_parameters.items() if isinstance(values, dict)
         }
-        found = {f"{owner}[{key!r}]": value for owner, values in owners.items() for key, value in values.items()}
-        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        by_name = {f"{owner}[{key!r}]": value for owner, values in owners.items() for key, value in values.items()}
+        return {name: value for name, value in by_name.items() if isinstance(value, torch.Tensor)}
 
 
 class _Pickler(pickle.Pickler):
@@ -214,7 +214,7 @@ def _take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
 
 def _put_together(data: bytes, optimizer: Any) -> tuple[_OptimizerState, Tensors]:
     """The root's state with tensors of this rank, and these tensors, which are to be filled."""
-    parameters, mine = _parameters(optimizer), _OptimizerState.of(optimizer).tensors()
+    parameters, own_tensors = _parameters(optimizer), _OptimizerState.of(optimizer).tensors()
     tensors: Tensors = {}
     taken: set[int] = set()
 
@@ -222,7 +222,7 @@ def _put_together(data: bytes, optimizer: Any) -> tuple[_OptimizerState, Tensors
         if place.name not in tensors:
             beside = None if place.beside is None else parameters[place.beside]
             device = torch.device(place.device) if beside is None else beside.device
-            tensor = mine.get(place.name)
+            tensor = own_tensors.get(place.name)
             fits = tensor is not None and (tuple(tensor.shape), tensor.dtype, tensor.device) == (
                 place.shape,
                 place.dtype,

@@ -19,7 +19,7 @@ from collectives.engine.handles import Handle
 from collectives.tensors import compression as compressors
 from collectives.tensors.compression import Compression
 from collectives.torch import autograd, compiled
-from collectives.torch.arguments import Choices, Tensor, any_tracked, given, operation, written
+from collectives.torch.arguments import Choices, Tensor, any_tracked, operation, world_options, written
 from collectives.torch.autograd import DifferentiableCall, tracks
 from collectives.torch.compiled import untraced
 from collectives.worlds.process_sets import ProcessSet
@@ -74,7 +74,7 @@ def allreduce(
         how = operation(world_of(process_set), average, op, name), name, prescale_factor, postscale_factor
         return compiled.allreduce(tensor, *how, compression, process_set, choices)
     world = world_of(process_set)
-    options = given(choices, name, op, prescale_factor, postscale_factor)
+    options = world_options(choices, name, op, prescale_factor, postscale_factor)
     if tracks(tensor):
         return _differentiable(world, [tensor], False, average, compression, options)[0]
     if compression is not Compression.none:
@@ -98,7 +98,7 @@ def allreduce_async(
 
     The tensor must not change until the operation is done.
     """
-    options = given(choices, name, op, prescale_factor, postscale_factor)
+    options = world_options(choices, name, op, prescale_factor, postscale_factor)
     return world_of(process_set).allreduce_async(tensor, average, **options)
 
 
@@ -124,7 +124,7 @@ def allreduce_(
     if is_compiling():
         how = average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
         return compiled.stored(tensor, allreduce(tensor, *how, **choices))
-    options = given(choices, name, op, prescale_factor, postscale_factor)
+    options = world_options(choices, name, op, prescale_factor, postscale_factor)
     return written(world_of(process_set).allreduce_(tensor, average, **options))
 
 
@@ -141,7 +141,7 @@ def allreduce_async_(
     **choices: Unpack[Choices],
 ) -> Handle[Tensor]:
     """Begin an `allreduce_` and return a handle at once. The tensor must be left alone until the operation is done."""
-    options = given(choices, name, op, prescale_factor, postscale_factor)
+    options = world_options(choices, name, op, prescale_factor, postscale_factor)
     handle = world_of(process_set).allreduce_async_(tensor, average, **options)
     written(tensor)
     return handle
@@ -173,7 +173,7 @@ def grouped_allreduce(
         how = operation(world_of(process_set), average, op, name), name, prescale_factor, postscale_factor
         return compiled.grouped_allreduce(tensors, *how, compression, process_set, choices)
     world = world_of(process_set)
-    options = given(choices, name, op, prescale_factor, postscale_factor)
+    options = world_options(choices, name, op, prescale_factor, postscale_factor)
     if any_tracked(tensors):
         return _differentiable(world, tensors, True, average, compression, options)
     if compression is not Compression.none:
@@ -194,7 +194,7 @@ def grouped_allreduce_async(
     **choices: Unpack[Choices],
 ) -> Handle[list[Tensor]]:
     """Begin a `grouped_allreduce`; one handle for all tensors. Not differentiable."""
-    options = given(choices, name, op, prescale_factor, postscale_factor)
+    options = world_options(choices, name, op, prescale_factor, postscale_factor)
     return world_of(process_set).grouped_allreduce_async(tensors, average, **options)
 
 
@@ -214,7 +214,7 @@ def grouped_allreduce_(
         how = average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
         results = grouped_allreduce(tensors, *how, **choices)
         return [compiled.stored(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
-    options = given(choices, name, op, prescale_factor, postscale_factor)
+    options = world_options(choices, name, op, prescale_factor, postscale_factor)
     return [written(tensor) for tensor in world_of(process_set).grouped_allreduce_(tensors, average, **options)]
 
 
@@ -231,7 +231,7 @@ def grouped_allreduce_async_(
     **choices: Unpack[Choices],
 ) -> Handle[list[Tensor]]:
     """Begin a `grouped_allreduce_`; one handle for all tensors."""
-    options = given(choices, name, op, prescale_factor, postscale_factor)
+    options = world_options(choices, name, op, prescale_factor, postscale_factor)
     handle = world_of(process_set).grouped_allreduce_async_(tensors, average, **options)
     for tensor in tensors:
         written(tensor)
@@ -275,7 +275,7 @@ def reducescatter(
         packed, context = (compression or Compression.none).compress(tensor)
         result = compiled.reducescatter(packed, *how, process_set, choices)
         return (compression or Compression.none).decompress(result, context)
-    options = given(choices, name, Average if op is None else op, prescale_factor, postscale_factor)
+    options = world_options(choices, name, Average if op is None else op, prescale_factor, postscale_factor)
     run = autograd.reducescatter if tracks(tensor) else _reducescatter
     return _compressed(_call(world_of(process_set), False, options), compression, [tensor], run)[0]
 
@@ -293,7 +293,7 @@ def reducescatter_async(
 ) -> Handle[Tensor]:
     """Begin a `reducescatter` and return a handle at once. Not differentiable."""
     return world_of(process_set).reducescatter_async(
-        tensor, **given(choices, name, op, prescale_factor, postscale_factor)
+        tensor, **world_options(choices, name, op, prescale_factor, postscale_factor)
     )
 
 
@@ -313,7 +313,7 @@ def grouped_reducescatter(
     if is_compiling():
         how = compression, op, process_set, prescale_factor, postscale_factor
         return [reducescatter(tensor, name and f"{name}.{i}", *how, **choices) for i, tensor in enumerate(tensors)]
-    options = given(choices, name, Average if op is None else op, prescale_factor, postscale_factor)
+    options = world_options(choices, name, Average if op is None else op, prescale_factor, postscale_factor)
     run = autograd.reducescatter if any_tracked(tensors) else _reducescatter
     return _compressed(_call(world_of(process_set), True, options), compression, tensors, run)
 
@@ -330,7 +330,7 @@ def grouped_reducescatter_async(
     **choices: Unpack[Choices],
 ) -> Handle[list[Tensor]]:
     """Begin a `grouped_reducescatter`; one handle for all tensors. Not differentiable."""
-    options = given(choices, name, op, prescale_factor, postscale_factor)
+    options = world_options(choices, name, op, prescale_factor, postscale_factor)
     return world_of(process_set).grouped_reducescatter_async(tensors, **options)
 
 

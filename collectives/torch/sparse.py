@@ -51,9 +51,9 @@ def sparse_allreduce_async(
                 f"op: expected Average or Sum of a sparse tensor, got {op!r}; use Sum, or tensor.to_dense()"
             )
         shape = tensor.shape
-        mine = tensor.detach().coalesce()
+        coalesced = tensor.detach().coalesce()
         # One row for each nonzero, because what is gathered is put one below the other.
-        indices, values = mine.indices().t(), mine.values()
+        indices, values = coalesced.indices().t(), coalesced.values()
         if max(shape, default=0) <= _MOST_INT32:
             indices = indices.to(torch.int32)
         exact = values.is_floating_point() or values.is_complex()

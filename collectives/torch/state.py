@@ -105,8 +105,8 @@ def _named(params: Any) -> Tensors:
         )
     tensors: Tensors = {}
     others = []
-    for number, (given, value) in enumerate(pairs):
-        name = f"[{number}]" if given is None else str(given)
+    for number, (key, value) in enumerate(pairs):
+        name = f"[{number}]" if key is None else str(key)
         if not isinstance(value, torch.Tensor):
             others += [] if value is None else [f"{name}, a {detection.describe(value)}"]
         elif name in tensors:

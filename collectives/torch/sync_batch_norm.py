@@ -238,9 +238,13 @@ class _Normalise(torch.autograd.Function):
         device = Gpu if input.is_cuda else Cpu
         input = dense(input)
         rows = world.allgather(device.statistics(input, eps)[None], name=f"{label.name}.forward")
-        for known in (running_mean, weight):
-            if known is not None and len(known) != input.size(1):  # on all ranks, or the rows would have differed
-                raise InvalidArgumentError(f"input: expected {len(known)} channels, got shape {tuple(input.shape)}")
+        for per_channel in (running_mean, weight):
+            if per_channel is not None and len(per_channel) != input.size(
+                1
+            ):  # on all ranks, or the rows would have differed
+                raise InvalidArgumentError(
+                    f"input: expected {len(per_channel)} channels, got shape {tuple(input.shape)}"
+                )
         counts = rows[:, -1].tolist()
         ctx.empty = sum(counts) == 0
         if sum(counts) == 1:

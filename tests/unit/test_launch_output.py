@@ -53,7 +53,7 @@ class Job:
         self._sink = os.open(os.devnull, os.O_WRONLY)
 
     def end(self, *, of_a_rank: bool = True) -> tuple[str, str]:
-        self.output.end(culprit(self.output.records.found()) if of_a_rank else None)
+        self.output.end(culprit(self.output.records.per_rank()) if of_a_rank else None)
         while sinks := self.output.waiting()[1]:
             self.output.turn([], sinks)
         out, err = (file.read_bytes().decode(errors="replace") for file in self.files)

@@ -31,13 +31,13 @@ def add(job: Records, kind: str, rank: int, code: int, at: float, text: str = ""
 
 
 def first(job: Records) -> Record:
-    found = records.culprit(job.found())
+    found = records.culprit(job.per_rank())
     assert found is not None
     return found
 
 
 def test_nothing_failed(job: Records) -> None:
-    assert records.culprit(job.found()) is None and not job
+    assert records.culprit(job.per_rank()) is None and not job
 
 
 def test_the_earliest_failure_is_the_cause(job: Records) -> None:

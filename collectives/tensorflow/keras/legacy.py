@@ -119,8 +119,8 @@ class LegacyDistributedMixin:
         own = vars(self)
         if _REDUCTION not in own:
             own[_REDUCTION] = OptimizerReduction(self.reduction, _initialize)
-        found: OptimizerReduction = own[_REDUCTION]
-        return found
+        reduction: OptimizerReduction = own[_REDUCTION]
+        return reduction
 
     @property
     def _agg_helper(self) -> Aggregation | None:

@@ -45,10 +45,10 @@ class HorovodBasics:
 
         group, whole = comm.Get_group(), MPI.COMM_WORLD.Get_group()
         ranks = sorted(group.Translate_ranks(list(range(group.Get_size())), whole))
-        known = self._get_process_set_ids_and_ranks()
-        for number, members in known.items():
+        ranks_by_number = self._get_process_set_ids_and_ranks()
+        for number, members in ranks_by_number.items():
             if members == ranks:
                 return number
         raise InvalidArgumentError(
-            f"process_set: there is none with the ranks {ranks} of the communicator; known are {known}"
+            f"process_set: there is none with the ranks {ranks} of the communicator; known are {ranks_by_number}"
         )

@@ -91,9 +91,9 @@ def is_iterable(x: object) -> bool:
 @contextlib.contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
     """Set environment variables within a context; None leaves one unchanged."""
-    given = {name: text for name, text in kwargs.items() if text is not None}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
+    changes = {name: text for name, text in kwargs.items() if text is not None}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
         yield
     finally:

@@ -14,14 +14,14 @@ _make_subgraph = tf.function
 
 def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
     """Cache the results of a function by its arguments, separately for eager execution and graphs."""
-    known: dict[Any, Any] = {}
+    results: dict[Any, Any] = {}
 
     @functools.wraps(f)
     def call(*args: Any) -> Any:
         key = (args, tf.executing_eagerly())
-        if key not in known:
-            known[key] = f(*args)
-        return known[key]
+        if key not in results:
+            results[key] = f(*args)
+        return results[key]
 
     return call
 

@@ -101,20 +101,20 @@ def whole_number(least: int) -> Callable[[str], int]:
     return parse
 
 
-def names(kind: str, known: Sequence[str], everything: bool = False) -> Callable[[str], tuple[str, ...]]:
-    """A parser of comma-separated names out of ``known``; with ``everything``, ``all`` means each of them."""
+def names(kind: str, allowed: Sequence[str], everything: bool = False) -> Callable[[str], tuple[str, ...]]:
+    """A parser of comma-separated names out of ``allowed``; with ``everything``, ``all`` means each of them."""
 
     def parse(text: str) -> tuple[str, ...]:
         if everything and text == "all":
-            return tuple(known)
+            return tuple(allowed)
         words = tuple(dict.fromkeys(word for word in text.split(",") if word))
         for word in words:
-            if word not in known:
+            if word not in allowed:
                 raise argparse.ArgumentTypeError(
-                    f"unknown {kind} {word!r}; expected {', '.join(known)}{', all' if everything else ''}"
+                    f"unknown {kind} {word!r}; expected {', '.join(allowed)}{', all' if everything else ''}"
                 )
         if not words:
-            raise argparse.ArgumentTypeError(f"expected at least one {kind} out of {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"expected at least one {kind} out of {', '.join(allowed)}")
         return words
 
     return parse
@@ -249,52 +249,53 @@ def add_contestants(flags: Parser) -> None:
     )
 
 
-def check_device(flags: Parser, given: argparse.Namespace) -> None:
+def check_device(flags: Parser, options: argparse.Namespace) -> None:
     """End the process with status 2 where the device is missing, or a peer or a kind of memory does not go with it."""
-    if given.device != "cpu" and "mapped" in given.memory:
+    if options.device != "cpu" and "mapped" in options.memory:
         flags.error(
-            f"argument --memory: mapped is memory of the host, and the buffers of --device {given.device} are not"
+            f"argument --memory: mapped is memory of the host, and the buffers of --device {options.device} are not"
         )
-    for name in given.peers:
-        if name not in given.peers_of[given.device]:
-            expected = ", ".join(given.peers_of[given.device])
-            flags.error(f"argument --peers: {name} does not run on --device {given.device}; expected {expected}")
-    problem = why_not(given.device)
+    for name in options.peers:
+        if name not in options.peers_of[options.device]:
+            expected = ", ".join(options.peers_of[options.device])
+            flags.error(f"argument --peers: {name} does not run on --device {options.device}; expected {expected}")
+    problem = why_not(options.device)
     if problem:
         flags.error(f"argument --device: {problem}")
 
 
 def settings(flags: Parser, arguments: Sequence[str] | None) -> Settings:
     """Parse the command line; an argument that cannot be right ends the process with status 2."""
-    given = flags.parse_args(arguments)
-    check_device(flags, given)
+    options = flags.parse_args(arguments)
+    check_device(flags, options)
     largest = max(
-        given.minbytes, 32 << 20 if given.maxbytes is None and given.minbytes < 32 << 20 else given.maxbytes or 0
+        options.minbytes,
+        32 << 20 if options.maxbytes is None and options.minbytes < 32 << 20 else options.maxbytes or 0,
     )
-    if given.maxbytes is not None and given.maxbytes < given.minbytes:
-        flags.error(f"argument -e/--maxbytes: {given.maxbytes} is less than -b/--minbytes {given.minbytes}")
-    if given.stepbytes < 1:
+    if options.maxbytes is not None and options.maxbytes < options.minbytes:
+        flags.error(f"argument -e/--maxbytes: {options.maxbytes} is less than -b/--minbytes {options.minbytes}")
+    if options.stepbytes < 1:
         flags.error("argument -i/--stepbytes: expected 1 byte or more")
-    if not (given.stepfactor == 0 or 1 <= given.stepfactor < float("inf")):
-        flags.error(f"argument -f/--stepfactor: expected 1 or more, got {given.stepfactor:g}")
-    for file in (given.json, given.plot):
+    if not (options.stepfactor == 0 or 1 <= options.stepfactor < float("inf")):
+        flags.error(f"argument -f/--stepfactor: expected 1 or more, got {options.stepfactor:g}")
+    for file in (options.json, options.plot):
         if file is not None and not file.resolve().parent.is_dir():
             flags.error(f"{file}: there is no folder {file.parent}")
     return Settings(
-        sizes=sweep(given.minbytes, largest, given.stepfactor, given.stepbytes),
-        iterations=given.iters,
-        warmup=given.warmup_iters,
-        dtypes=given.datatype,
-        ops=getattr(given, "op", ("none",)),
-        root=getattr(given, "root", -1),
-        check=bool(given.check),
-        peers=given.peers,
-        algorithms=given.algorithm,
-        transports=given.transport,
-        json=given.json,
-        plot=given.plot,
-        evict=given.evict,
-        device=given.device,
-        memories=given.memory,
-        persistent=given.persistent,
+        sizes=sweep(options.minbytes, largest, options.stepfactor, options.stepbytes),
+        iterations=options.iters,
+        warmup=options.warmup_iters,
+        dtypes=options.datatype,
+        ops=getattr(options, "op", ("none",)),
+        root=getattr(options, "root", -1),
+        check=bool(options.check),
+        peers=options.peers,
+        algorithms=options.algorithm,
+        transports=options.transport,
+        json=options.json,
+        plot=options.plot,
+        evict=options.evict,
+        device=options.device,
+        memories=options.memory,
+        persistent=options.persistent,
     )

@@ -64,13 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"hosts x ranks: {', '.join(SETUPS)}, all",
     )
     add_contestants(flags)
-    given = flags.parse_args(arguments)
-    if not given.cluster:
+    chosen = flags.parse_args(arguments)
+    if not chosen.cluster:
         flags.error(f"argument --cluster: name the tool that makes hosts, or set {VARIABLE}")
-    options = ["-n", str(given.batches), "--peers", ",".join(given.peers)]
-    if given.network:
-        options += ["--network", ",".join(given.network)]
-    return max(measure(given.cluster, SETUPS[name], options) for name in given.setup)
+    options = ["-n", str(chosen.batches), "--peers", ",".join(chosen.peers)]
+    if chosen.network:
+        options += ["--network", ",".join(chosen.network)]
+    return max(measure(chosen.cluster, SETUPS[name], options) for name in chosen.setup)
 
 
 def measure(tool: str, setup: Setup, options: Sequence[str]) -> int:

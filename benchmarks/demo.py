@@ -30,11 +30,11 @@ def main() -> None:
     )
     flags.add_argument("-np", "--ranks", type=whole_number(1), default=2, metavar="N", help="ranks")
     flags.add_argument("--output", type=Path, default=ROOT / "demo-output", metavar="FOLDER", help="where the files go")
-    given = flags.parse_args()
-    output: Path = given.output.resolve()
+    options = flags.parse_args()
+    output: Path = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    _bandwidth(given.ranks, output)
-    _training(given.ranks, output)
+    _bandwidth(options.ranks, output)
+    _training(options.ranks, output)
     print("\nWritten: " + ", ".join(_shown(file) for file in sorted(output.iterdir())))
 
 

@@ -95,38 +95,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
     )
-    given = flags.parse_args(arguments)
-    cli.check_device(flags, given)
+    options = flags.parse_args(arguments)
+    cli.check_device(flags, options)
     with session() as ranks:
-        content = measure(given, ranks)
-        if given.json and ranks.rank == 0:
+        content = measure(options, ranks)
+        if options.json and ranks.rank == 0:
             head = {
                 "benchmark": "gradients",
                 "ranks": ranks.size,
                 "machine": report.machine(),
                 "unit": "milliseconds per step",
             }
-            report.write(given.json, {**head, **content})
+            report.write(options.json, {**head, **content})
     if any(record["wrong"] for record in content["records"]):
         sys.exit(1)
 
 
-def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
+def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     """Time the contestants' steps, ours per tensor, and count what ours does; rank 0 prints it."""
-    places = memories(given.device, collectives.local_rank(), given.memory)
+    places = memories(options.device, collectives.local_rank(), options.memory)
     first, *others = places
     place = places[first]
-    shapes = MODELS[given.model]()
+    shapes = MODELS[options.model]()
     # Peers use private memory: libraries that reach a peer's tensor through system calls are slower in a file.
     copies = {
         kind: Gradients(shapes, ranks.rank, ranks.size, each) for kind, each in {"private": HOST, **places}.items()
     }
     count, nbytes = len(shapes), copies[first].flat.nbytes
-    mine = (OURS, "persistent") if given.persistent else (OURS,)
+    own_names = (OURS, "persistent") if options.persistent else (OURS,)
     contestants = {
-        **{name: (name, first) for name in mine},
-        **{f"{name}, {kind}": (name, kind) for name, kind in product(mine, others)},
-        **{name: (name, "private") for name in given.peers},
+        **{name: (name, first) for name in own_names},
+        **{f"{name}, {kind}": (name, kind) for name, kind in product(own_names, others)},
+        **{name: (name, "private") for name in options.peers},
     }
     """Told name -> its step's name, and whose memory it uses."""
     steps: dict[str, Step] = {}
@@ -134,7 +134,7 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
     open_peers: dict[str, Peer] = {}
     try:
         for told, (name, kind) in contestants.items():
-            outcome = _step(name, copies[kind], given, ranks, open_peers)
+            outcome = _step(name, copies[kind], options, ranks, open_peers)
             if isinstance(outcome, str):
                 say(ranks, f"# {outcome}")
             else:
@@ -143,21 +143,21 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
         for gradients in copies.values():
             gradients.clear()
         kind = (
-            f"{'blocking' if given.blocking else 'asynchronous'}, "
-            f"{'out of place' if given.out_of_place else 'in place'}"
+            f"{'blocking' if options.blocking else 'asynchronous'}, "
+            f"{'out of place' if options.out_of_place else 'in place'}"
         )
         say(
             ranks,
-            f"# gradients of {given.model}: {count} float32 tensors, {nbytes / 1e6:.1f} MB; ours: {kind}; "
+            f"# gradients of {options.model}: {count} float32 tensors, {nbytes / 1e6:.1f} MB; ours: {kind}; "
             f"{ranks.size} ranks; memory {','.join(places)}",
         )
         say(
             ranks,
-            f"# {report.mpi_library() or 'no MPI'}; medians of {given.steps} steps of the slowest rank, the "
+            f"# {report.mpi_library() or 'no MPI'}; medians of {options.steps} steps of the slowest rank, the "
             f"contestants in turn",
         )
-        with Progress(given.warmup + given.steps, ranks.rank == 0 and watched()) as progress:
-            seconds = alternate(ranks, list(steps.values()), given.warmup, given.steps, progress.tick, memory=place)
+        with Progress(options.warmup + options.steps, ranks.rank == 0 and watched()) as progress:
+            seconds = alternate(ranks, list(steps.values()), options.warmup, options.steps, progress.tick, memory=place)
     finally:
         for peer in open_peers.values():
             peer.close()
@@ -172,17 +172,17 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
         for name, row in zip(steps, seconds, strict=True)
     ]
     say(ranks, table(records))
-    cost = cost_per_tensor(ranks, count, given.steps, given.blocking, place)
+    cost = cost_per_tensor(ranks, count, options.steps, options.blocking, place)
     say(ranks, f"# {cost}")
     counted = _count(steps[OURS], ranks)
     shown = ", ".join(f"{name} {value:g}" for name, value in counted.items() if value)
     say(ranks, f"# the engine's counters per step: {shown or 'all 0'}")
     return {
-        "model": given.model,
+        "model": options.model,
         "tensors": count,
         "bytes": nbytes,
-        "blocking": given.blocking,
-        "out_of_place": given.out_of_place,
+        "blocking": options.blocking,
+        "out_of_place": options.out_of_place,
         "records": records,
         "per_tensor": asdict(cost),
         "counters_per_step": counted,
@@ -231,10 +231,10 @@ def of_flat(peer: Mpi, gradients: Gradients) -> Step:
 def of_torch(peer: Torch, gradients: Gradients) -> Step:
     """One asynchronous all_reduce per tensor, then the waits."""
     all_reduce, tensors = peer.distributed.all_reduce, gradients.tensors
-    theirs = [peer.tensor(tensor) for tensor in tensors]
+    tensors_of_torch = [peer.tensor(tensor) for tensor in tensors]
 
     def step() -> Tensors:
-        for work in [all_reduce(tensor, async_op=True) for tensor in theirs]:
+        for work in [all_reduce(tensor, async_op=True) for tensor in tensors_of_torch]:
             work.wait()
         return tensors
 
@@ -274,10 +274,10 @@ def persistent(gradients: Gradients) -> Step:
     return collectives.grouped_allreduce_init(gradients.tensors, average=False)
 
 
-def _step(name: str, gradients: Gradients, given: Any, ranks: Ranks, open_peers: dict[str, Peer]) -> Step | str:
+def _step(name: str, gradients: Gradients, options: Any, ranks: Ranks, open_peers: dict[str, Peer]) -> Step | str:
     """A contestant's step, or the reason why there is none; the same kind on every rank."""
     if name == OURS:
-        return ours(gradients, given.blocking, given.out_of_place)
+        return ours(gradients, options.blocking, options.out_of_place)
     if name == "persistent":
         return persistent(gradients)
     if name == FLOOR:
@@ -286,10 +286,10 @@ def _step(name: str, gradients: Gradients, given: Any, ranks: Ranks, open_peers:
         return of_nccl(gradients)
     library = "mpi" if name == "flat" else name
     if library not in open_peers:
-        found = connect(library, ranks, gradients.place)
-        if isinstance(found, str):
-            return found
-        open_peers[library] = found
+        peer_or_reason = connect(library, ranks, gradients.place)
+        if isinstance(peer_or_reason, str):
+            return peer_or_reason
+        open_peers[library] = peer_or_reason
     peer = open_peers[library]
     if isinstance(peer, Torch):
         return of_torch(peer, gradients)

@@ -48,10 +48,10 @@ def rate(text: str) -> float:
     Raises:
         ValueError: it is none.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.lower())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.lower())
+    if match is None:
         raise ValueError(f"expected a rate such as 10gbit, got {text!r}")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def line_rate(nbytes: int, hosts: int, bits: float) -> float:
@@ -85,16 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument("-b", "--bytes", type=sizes, default=SIZES, metavar="LIST", help="sizes of the tensor")
     flags.add_argument("--rate", type=rate, default=None, metavar="RATE", help="of each host's link, such as 10gbit")
     add_contestants(flags)
-    given = flags.parse_args(arguments)
+    options = flags.parse_args(arguments)
     settings = cli.Settings(
-        sizes=given.bytes,
-        iterations=given.batches,
+        sizes=options.bytes,
+        iterations=options.batches,
         warmup=1,
         dtypes=("float32",),
         ops=("sum",),
         root=-1,
         check=True,
-        peers=given.peers,
+        peers=options.peers,
         algorithms=(),
         transports=(),
         json=None,
@@ -105,18 +105,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             say(ranks, "# one rank alone has nobody to send to")
             return
         ours: dict[str, Prepare] = {
-            f"ours, {network}": stack.enter_context(_over(network)) for network in given.network
+            f"ours, {network}": stack.enter_context(_over(network)) for network in options.network
         }
-        peers = connect_all(given.peers, ranks, HOST)
+        peers = connect_all(options.peers, ranks, HOST)
         for peer in peers.values():
             stack.callback(peer.close)
-        contest = Contest(ALLREDUCE, settings, ranks, peers, max(given.bytes))
+        contest = Contest(ALLREDUCE, settings, ranks, peers, max(options.bytes))
         contest.contestants = {
             OURS: contest.contestants[OURS],
             **ours,
             **{name: contest.contestants[name] for name in peers},
         }
-        measure(contest, given.rate)
+        measure(contest, options.rate)
 
 
 @contextmanager
@@ -184,8 +184,8 @@ def row(size: int, names: Sequence[str], times: Mapping[str, np.ndarray], limit:
         if name not in times:
             cells.append("N/A")
             continue
-        found = Summary.of(times[name])
-        text = f"{found.median:.0f} ({found.p25:.0f}-{found.p75:.0f})"
+        summary = Summary.of(times[name])
+        text = f"{summary.median:.0f} ({summary.p25:.0f}-{summary.p75:.0f})"
         if OURS in times and name != OURS:
             text += f" {Summary.of(times[name] / times[OURS]).median:.2f}x"
         cells.append(text)

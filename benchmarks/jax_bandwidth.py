@@ -54,30 +54,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
     )
-    given = flags.parse_args(arguments)
+    options = flags.parse_args(arguments)
     hvd.init()
     try:
         with session() as ranks:
             say(
                 ranks,
-                f"# {ranks.size} ranks; jax {jax.__version__}; microseconds: medians of {given.iterations} rounds, "
+                f"# {ranks.size} ranks; jax {jax.__version__}; microseconds: medians of {options.iterations} rounds, "
                 f"the slowest rank's",
             )
-            rows, wrong = sizes(given, ranks)
+            rows, wrong = sizes(options, ranks)
             alone = [hvd.add_process_set([rank]) for rank in range(ranks.size)][ranks.rank]
             steps = [
-                step(name, lengths, alone, given, ranks)
+                step(name, lengths, alone, options, ranks)
                 for name, lengths in STEPS.items()
-                if max(lengths) * 4 <= given.largest
+                if max(lengths) * 4 <= options.largest
             ]
-            if given.json and ranks.rank == 0:
+            if options.json and ranks.rank == 0:
                 head = {
                     "benchmark": "jax_bandwidth",
                     "ranks": ranks.size,
                     "machine": report.machine(),
                     "unit": "microseconds",
                 }
-                report.write(given.json, {**head, "records": rows, "steps": steps})
+                report.write(options.json, {**head, "records": rows, "steps": steps})
     finally:
         hvd.shutdown()
     if wrong:
@@ -87,19 +87,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 # ---- one tensor
 
 
-def sizes(given: Any, ranks: Ranks) -> tuple[list[dict[str, Any]], int]:
+def sizes(options: Any, ranks: Ranks) -> tuple[list[dict[str, Any]], int]:
     """Time and print a row for each size; the rows, and how many sums were wrong on all ranks."""
     rows: list[dict[str, Any]] = []
     wrong = 0
     for nbytes in SIZES:
-        if nbytes > given.largest:
+        if nbytes > options.largest:
             break
         x = jax.block_until_ready(jnp.arange(nbytes // 4, dtype=jnp.float32) % 1000 + ranks.rank)
         calls = contestants(x, ranks)
         expected = (np.arange(nbytes // 4) % 1000) * ranks.size + sum(range(ranks.size))
         bad = {name: int(np.sum(np.asarray(call()) != expected)) for name, call in calls.items()}
         wrong += ranks.total(sum(bad.values()))
-        seconds = timed(calls, given, ranks)
+        seconds = timed(calls, options, ranks)
         row: dict[str, Any] = {
             "bytes": nbytes,
             "wrong": bad,
@@ -157,16 +157,16 @@ def contestants(x: Any, ranks: Ranks) -> dict[str, Call]:
         result = mpi4jax.allreduce(x, op=MPI.SUM, comm=ranks.comm)
         return result[0] if isinstance(result, tuple) else result
 
-    theirs = jax.jit(of_mpi4jax)
+    of_mpi4jax_compiled = jax.jit(of_mpi4jax)
     calls["mpi4jax"] = lambda: of_mpi4jax(x).block_until_ready()
-    calls["mpi4jax-jit"] = lambda: theirs(x).block_until_ready()
+    calls["mpi4jax-jit"] = lambda: of_mpi4jax_compiled(x).block_until_ready()
     return calls
 
 
 # ---- all gradients of a step
 
 
-def step(name: str, lengths: Sequence[int], own: Any, given: Any, ranks: Ranks) -> dict[str, Any]:
+def step(name: str, lengths: Sequence[int], own: Any, options: Any, ranks: Ranks) -> dict[str, Any]:
     """Time and print what a step's gradients cost beyond the engine; ``own`` is a process set of this rank only."""
     tensors = jax.block_until_ready([jnp.full(length, 1.0 + ranks.rank) for length in lengths])
     views = [np.array(tensor) for tensor in tensors]
@@ -185,7 +185,7 @@ def step(name: str, lengths: Sequence[int], own: Any, given: Any, ranks: Ranks) 
         "eager": lambda: jax.block_until_ready(hvd.allreduce(tensors)),
         "engine": lambda: collectives.grouped_allreduce_(views),
     }
-    seconds = timed(calls, given, ranks)
+    seconds = timed(calls, options, ranks)
     beyond = {
         "jit": seconds["jit"] - seconds["alone"] - seconds["engine"],
         "jit-named": seconds["jit-named"] - seconds["alone-named"] - seconds["engine"],
@@ -197,18 +197,18 @@ def step(name: str, lengths: Sequence[int], own: Any, given: Any, ranks: Ranks) 
         f"# {name}: {shown}; beyond the engine: "
         + ", ".join(f"{each} {np.median(times):+.0f}" for each, times in beyond.items()),
     )
-    found = {each: Summary.of(times).as_dict() for each, times in seconds.items()}
+    summaries = {each: Summary.of(times).as_dict() for each, times in seconds.items()}
     return {
         "step": name,
-        "time": found,
+        "time": summaries,
         "beyond": {each: Summary.of(times).as_dict() for each, times in beyond.items()},
     }
 
 
-def timed(calls: dict[str, Call], given: Any, ranks: Ranks) -> dict[str, np.ndarray]:
+def timed(calls: dict[str, Call], options: Any, ranks: Ranks) -> dict[str, np.ndarray]:
     """Microseconds of every call in every round."""
-    with Progress(given.warmup + given.iterations, ranks.rank == 0 and watched()) as progress:
-        seconds = alternate(ranks, list(calls.values()), given.warmup, given.iterations, progress.tick)
+    with Progress(options.warmup + options.iterations, ranks.rank == 0 and watched()) as progress:
+        seconds = alternate(ranks, list(calls.values()), options.warmup, options.iterations, progress.tick)
     return dict(zip(calls, seconds * 1e6, strict=True))
 
 

@@ -51,36 +51,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
     )
-    given = flags.parse_args(arguments)
+    options = flags.parse_args(arguments)
     # On other backends there is no such peer, and TensorFlow may not be there.
-    given.peers = (
-        (STRATEGY,) if os.environ.get("KERAS_BACKEND", "tensorflow") == "tensorflow" and not given.alone else ()
+    options.peers = (
+        (STRATEGY,) if os.environ.get("KERAS_BACKEND", "tensorflow") == "tensorflow" and not options.alone else ()
     )
     with session() as ranks:
-        content = measure(given, ranks)
-        if given.json and ranks.rank == 0:
+        content = measure(options, ranks)
+        if options.json and ranks.rank == 0:
             head = {
                 "benchmark": "keras_fit",
                 "ranks": ranks.size,
                 "machine": report.machine(),
                 "unit": "milliseconds per step",
             }
-            report.write(given.json, {**head, **content})
+            report.write(options.json, {**head, **content})
 
 
-def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
+def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     """Time all contestants; rank 0 prints it."""
     with contextlib.ExitStack() as stack:
         # It must be the first to use TensorFlow.
-        workers = stack.enter_context(strategy(ranks)) if STRATEGY in given.peers else None
+        workers = stack.enter_context(strategy(ranks)) if STRATEGY in options.peers else None
         import keras
 
         import collectives.keras as hvd
 
         random = np.random.default_rng(ranks.rank)
-        inputs = random.standard_normal((given.batch, 784), np.float32)
-        labels = random.integers(0, 10, given.batch)
-        widths = WIDTHS[given.model]
+        inputs = random.standard_normal((options.batch, 784), np.float32)
+        labels = random.integers(0, 10, options.batch)
+        widths = WIDTHS[options.model]
         ours, alone = network(keras, widths), network(keras, widths)
         ours.compile(hvd.DistributedOptimizer(plain(keras)), "sparse_categorical_crossentropy")
         # As ours is: XLA compiles no callback.
@@ -94,25 +94,25 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
             with workers.scope():
                 trained[STRATEGY] = network(tf_keras, widths)
                 trained[STRATEGY].compile(plain(tf_keras), "sparse_categorical_crossentropy")
-        fits = [lambda model=model: fit(model, inputs, labels, given.steps) for model in trained.values()]
+        fits = [lambda model=model: fit(model, inputs, labels, options.steps) for model in trained.values()]
         machine = report.machine()
         where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
         parameters = ours.count_params()
         say(
             ranks,
-            f"# {given.model}: {parameters} parameters; {where}; Keras {keras.__version__} on "
+            f"# {options.model}: {parameters} parameters; {where}; Keras {keras.__version__} on "
             f"{keras.backend.backend()}",
         )
         say(
             ranks,
-            f"# medians of {given.iterations} fits of {given.steps} steps, the slowest rank's time, milliseconds per "
-            f"step",
+            f"# medians of {options.iterations} fits of {options.steps} steps, the slowest rank's time, milliseconds "
+            f"per step",
         )
-        with Progress(given.warmup + given.iterations, ranks.rank == 0 and watched()) as progress:
-            seconds = alternate(ranks, fits, given.warmup, given.iterations, progress.tick)
-    records = summarize(dict(zip(trained, seconds * 1e3 / given.steps, strict=True)))
+        with Progress(options.warmup + options.iterations, ranks.rank == 0 and watched()) as progress:
+            seconds = alternate(ranks, fits, options.warmup, options.iterations, progress.tick)
+    records = summarize(dict(zip(trained, seconds * 1e3 / options.steps, strict=True)))
     say(ranks, table(records))
-    return {"model": given.model, "parameters": parameters, "records": records}
+    return {"model": options.model, "parameters": parameters, "records": records}
 
 
 def network(keras: Any, widths: Sequence[int]) -> Any:
@@ -157,7 +157,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     ]
     for record in records:
         cells = [
-            f"{found[key]:>10.3f}" if (found := record[part]) else f"{'-':>10}"
+            f"{figures[key]:>10.3f}" if (figures := record[part]) else f"{'-':>10}"
             for part in ("time", "added")
             for key in ("median", "p25", "p75")
         ]

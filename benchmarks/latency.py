@@ -45,24 +45,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
     )
-    given = flags.parse_args(arguments)
-    cli.check_device(flags, given)
+    options = flags.parse_args(arguments)
+    cli.check_device(flags, options)
     settings = cli.Settings(
-        sizes=cli.sweep(max(4, given.minbytes), max(4, given.minbytes, given.maxbytes), given.stepfactor, 0),
-        iterations=given.batches,
+        sizes=cli.sweep(max(4, options.minbytes), max(4, options.minbytes, options.maxbytes), options.stepfactor, 0),
+        iterations=options.batches,
         warmup=1,
         dtypes=("float32",),
         ops=("sum",),
         root=-1,
         check=True,
-        peers=given.peers,
-        algorithms=given.algorithm,
-        transports=given.transport,
-        json=given.json,
+        peers=options.peers,
+        algorithms=options.algorithm,
+        transports=options.transport,
+        json=options.json,
         plot=None,
-        device=given.device,
-        memories=given.memory,
-        persistent=given.persistent,
+        device=options.device,
+        memories=options.memory,
+        persistent=options.persistent,
     )
     started = not collectives.is_initialized()
     if started:
@@ -70,22 +70,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ranks = Ranks()
     peers: Peers = {}
     try:
-        places = memories(given.device, collectives.local_rank(), given.memory)
-        peers = connect_all(given.peers, ranks, places[given.memory[0]])
-        results = measure(settings, given.calls, ranks, peers, places)
+        places = memories(options.device, collectives.local_rank(), options.memory)
+        peers = connect_all(options.peers, ranks, places[options.memory[0]])
+        results = measure(settings, options.calls, ranks, peers, places)
     finally:
         for connected in peers.values():
             connected.close()
         if started:
             collectives.shutdown()
-    if given.json and ranks.rank == 0:
+    if options.json and ranks.rank == 0:
         content = {
             "benchmark": "latency",
             "ranks": ranks.size,
             "machine": report.machine(),
             "unit": "microseconds per call",
         }
-        report.write(given.json, {**content, "batches": given.batches, "calls": given.calls, "records": results})
+        report.write(options.json, {**content, "batches": options.batches, "calls": options.calls, "records": results})
 
 
 def measure(
@@ -122,16 +122,16 @@ def measure(
                 / calls
                 * 1e6
             )
-            found = {name: Summary.of(row) for name, row in zip(batches, samples, strict=True)}
+            summaries = {name: Summary.of(row) for name, row in zip(batches, samples, strict=True)}
             results.append(
                 {
                     "size": size,
                     "unavailable": reasons,
-                    "contestants": {name: times.as_dict() for name, times in found.items()},
+                    "contestants": {name: times.as_dict() for name, times in summaries.items()},
                 }
             )
             progress.clear()
-            say(f" {size:>11}" + "".join(f"{_cell(found.get(name)):>32}" for name in names), flush=True)
+            say(f" {size:>11}" + "".join(f"{_cell(summaries.get(name)):>32}" for name in names), flush=True)
     for reason in dict.fromkeys(reason for result in results for reason in result["unavailable"].values()):
         say(f"# n/a: {reason}")
     return results

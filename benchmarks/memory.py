@@ -71,19 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
     )
-    given = flags.parse_args(arguments)
+    options = flags.parse_args(arguments)
     started = not collectives.is_initialized()
     if started:
         collectives.init()
     ranks = Ranks()
     try:
         problem = ranks.agree(
-            check_memory(max(given.minbytes, given.maxbytes), False, ranks.local_size, available_bytes())
+            check_memory(max(options.minbytes, options.maxbytes), False, ranks.local_size, available_bytes())
         )
         results = None
         if not problem:
-            only_flat = given.operations or given.allocations
-            results = flatness(given.operations, given.allocations, ranks) if only_flat else measure(given, ranks)
+            only_flat = options.operations or options.allocations
+            results = flatness(options.operations, options.allocations, ranks) if only_flat else measure(options, ranks)
     finally:
         if started:
             collectives.shutdown()
@@ -91,18 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if ranks.rank == 0:
             print(f"benchmarks.memory: error: {problem}", file=sys.stderr)
         sys.exit(2)
-    if given.json and ranks.rank == 0:
+    if options.json and ranks.rank == 0:
         content = {"benchmark": "memory", "ranks": ranks.size, "machine": report.machine(), "unit": "bytes"}
-        report.write(given.json, {**content, "records": results})
+        report.write(options.json, {**content, "records": results})
 
 
-def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
+def measure(options: Any, ranks: Ranks) -> list[dict[str, Any]]:
     """All three measurements; rank 0 prints them."""
     say = print if ranks.rank == 0 else _silent
     say(f"# float32 sum, {ranks.size} ranks, MiB, the largest of all ranks; out-of-place: beside the result")
     say(f"#{'size':>9}{'peak extra, in place':>24}{'out of place':>16}{'allocated per call, in place':>32}", flush=True)
     results: list[dict[str, Any]] = []
-    for size in cli.sweep(given.minbytes, max(given.minbytes, given.maxbytes), given.stepfactor, 0):
+    for size in cli.sweep(options.minbytes, max(options.minbytes, options.maxbytes), options.stepfactor, 0):
         tensor = np.zeros(max(1, size // 4), np.float32)
         tensor.fill(0.0)
         inside = _peak(ranks, partial(collectives.allreduce_, tensor, op=collectives.Sum))
@@ -120,14 +120,20 @@ def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
     allocated, kept = _traced(ranks, tensor, 1000)
     say(f"# {short_bytes(_SMALL)} in place: a call allocates at most {allocated} bytes and keeps {kept:.2f}")
     before = resident()
-    for _ in range(given.calls):
+    for _ in range(options.calls):
         collectives.allreduce_(tensor, op=collectives.Sum)
     gc.collect()
     growth = int(ranks.maximum(np.array([resident() - before], np.float64))[0])
     results.append(
-        {"calls": given.calls, "size": _SMALL, "growth": growth, "allocated_per_call": allocated, "kept_per_call": kept}
+        {
+            "calls": options.calls,
+            "size": _SMALL,
+            "growth": growth,
+            "allocated_per_call": allocated,
+            "kept_per_call": kept,
+        }
     )
-    say(f"# {given.calls} calls of {short_bytes(_SMALL)} in place: resident memory grew by {growth / 1024:.0f} KiB")
+    say(f"# {options.calls} calls of {short_bytes(_SMALL)} in place: resident memory grew by {growth / 1024:.0f} KiB")
     return results
 
 
@@ -250,8 +256,8 @@ def _traced(ranks: Ranks, tensor: np.ndarray, calls: int) -> tuple[int, float]:
         kept = (tracemalloc.get_traced_memory()[0] - held) / calls
     finally:
         tracemalloc.stop()
-    found = ranks.maximum(np.array([most, kept], np.float64))
-    return int(found[0]), float(found[1])
+    largest = ranks.maximum(np.array([most, kept], np.float64))
+    return int(largest[0]), float(largest[1])
 
 
 def resident() -> int:

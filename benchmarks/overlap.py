@@ -79,31 +79,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
     )
-    given = flags.parse_args(arguments)
+    options = flags.parse_args(arguments)
     with session() as ranks:
-        records = measure(given, ranks)
-        if given.json and ranks.rank == 0:
+        records = measure(options, ranks)
+        if options.json and ranks.rank == 0:
             content = {"benchmark": "overlap", "ranks": ranks.size, "machine": report.machine(), "unit": "milliseconds"}
-            report.write(given.json, {**content, "size": given.bytes, "records": records})
+            report.write(options.json, {**content, "size": options.bytes, "records": records})
 
 
-def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
+def measure(options: Any, ranks: Ranks) -> list[dict[str, Any]]:
     """Both measurements; rank 0 prints them."""
-    tensor = np.zeros(max(1, given.bytes // 4), np.float32)
+    tensor = np.zeros(max(1, options.bytes // 4), np.float32)
     tensor.fill(0)
     open_peers: list[Peer] = []
     contestants = [ours(tensor)]
     try:
-        for name in given.peers:
-            found = connect(name, ranks)
-            if isinstance(found, str):
-                say(ranks, f"# {found}")
+        for name in options.peers:
+            connected = connect(name, ranks)
+            if isinstance(connected, str):
+                say(ranks, f"# {connected}")
                 continue
-            open_peers.append(found)
-            if isinstance(found, Mpi):
-                contestants.append(of_mpi(found, tensor))
-            elif isinstance(found, Torch):
-                contestants.append(of_gloo(found, tensor))
+            open_peers.append(connected)
+            if isinstance(connected, Mpi):
+                contestants.append(of_mpi(connected, tensor))
+            elif isinstance(connected, Torch):
+                contestants.append(of_gloo(connected, tensor))
         machine = report.machine()
         where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
         say(ranks, f"# {short_bytes(tensor.nbytes)} float32 sum in place; {where}; milliseconds, medians")
@@ -112,8 +112,8 @@ def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
             f"#{'compute':<9}{'contestant':<14}{'blocking':>10}{'compute':>10}{'both':>10}{'hidden %':>10}{'p25':>8}"
             f"{'p75':>8}",
         )
-        records = [overlap(kind, contestant, given, ranks) for contestant in contestants for kind in given.compute]
-        records.append(beside_python(tensor, given, ranks))
+        records = [overlap(kind, contestant, options, ranks) for contestant in contestants for kind in options.compute]
+        records.append(beside_python(tensor, options, ranks))
     finally:
         for peer in open_peers:
             peer.close()
@@ -138,15 +138,17 @@ def of_mpi(peer: Mpi, tensor: np.ndarray) -> Contestant:
 
 def of_gloo(peer: Torch, tensor: np.ndarray) -> Contestant:
     """torch.distributed over gloo, which has threads of its own."""
-    theirs = peer.torch.from_numpy(tensor)
+    tensor_of_torch = peer.torch.from_numpy(tensor)
     all_reduce = peer.distributed.all_reduce
-    return Contestant("gloo", lambda: all_reduce(theirs), lambda: all_reduce(theirs, async_op=True).wait)
+    return Contestant(
+        "gloo", lambda: all_reduce(tensor_of_torch), lambda: all_reduce(tensor_of_torch, async_op=True).wait
+    )
 
 
-def overlap(kind: str, contestant: Contestant, given: Any, ranks: Ranks) -> dict[str, Any]:
+def overlap(kind: str, contestant: Contestant, options: Any, ranks: Ranks) -> dict[str, Any]:
     """Time the communication, the computation, and both at once, in turn."""
     alone = alternate(ranks, [contestant.blocking], 1, 5, _nothing)
-    seconds = float(np.median(alone)) * given.factor
+    seconds = float(np.median(alone)) * options.factor
     compute, limits = phase(kind, seconds, ranks)
 
     def both() -> None:
@@ -155,7 +157,7 @@ def overlap(kind: str, contestant: Contestant, given: Any, ranks: Ranks) -> dict
         wait()
 
     with limits:
-        times = alternate(ranks, [contestant.blocking, compute, both], given.warmup, given.rounds, _nothing)
+        times = alternate(ranks, [contestant.blocking, compute, both], options.warmup, options.rounds, _nothing)
     communication, computation, together = (float(value) * 1e3 for value in np.median(times, axis=1))
     hidden = hidden_share(communication, computation, together)
     shares = Summary.of(np.array([hidden_share(*row) for row in times.T]))
@@ -220,7 +222,7 @@ def _one_thread(ranks: Ranks) -> AbstractContextManager[Any]:
     return limits
 
 
-def beside_python(tensor: np.ndarray, given: Any, ranks: Ranks) -> dict[str, Any]:
+def beside_python(tensor: np.ndarray, options: Any, ranks: Ranks) -> dict[str, Any]:
     """Time our all-reduce from its submission until it is done: the main thread blocks in it, sleeps, or runs pure
     Python."""
 
@@ -242,7 +244,7 @@ def beside_python(tensor: np.ndarray, given: Any, ranks: Ranks) -> dict[str, Any
             run_python()
         collectives.synchronize(handle)
 
-    times = alternate(ranks, [waiting, sleeping, running], given.warmup, given.rounds, _nothing)
+    times = alternate(ranks, [waiting, sleeping, running], options.warmup, options.rounds, _nothing)
     blocked, slept, ran = (Summary.of(row * 1e3) for row in times)
     ratio = Summary.of(times[2] / times[1])
     say(ranks, "# from submission until done, the main thread:")

@@ -159,12 +159,12 @@ def main() -> None:
     flags = Parser(prog="benchmarks.plot", description="Draw the JSON file of a benchmark, as PNG and as SVG.")
     flags.add_argument("results", type=Path, help="what a benchmark wrote with --json")
     flags.add_argument("picture", type=Path, help="where to draw; .png and .svg are both written")
-    given = flags.parse_args()
+    options = flags.parse_args()
     try:
-        content = json.loads(given.results.read_text())
-        written = plot(content, given.picture)
+        content = json.loads(options.results.read_text())
+        written = plot(content, options.picture)
     except (OSError, ValueError, KeyError) as error:
-        print(f"benchmarks.plot: error: {given.results}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"benchmarks.plot: error: {options.results}: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
     print(*written)
 

@@ -92,18 +92,18 @@ class Prototype:
         """
         if mode != IN_PLACE or case.op not in _UFUNCS:
             raise Unavailable("prototype: in place only, and no average")
-        mine = case.work
-        if not all(self._comm.allgather(place_of(mine) is not None)):
-            if self._copy.nbytes < mine.nbytes:
+        block = case.work
+        if not all(self._comm.allgather(place_of(block) is not None)):
+            if self._copy.nbytes < block.nbytes:
                 self.close()
-                self._copy = _file(mine.nbytes)
-            mine = self._copy[: mine.nbytes].view(case.dtype)
-            mine[...] = case.work
-        peers = self._reach(mine)
+                self._copy = _file(block.nbytes)
+            block = self._copy[: block.nbytes].view(case.dtype)
+            block[...] = case.work
+        peers = self._reach(block)
         half, step = case.count // 2, BLOCK // case.dtype.itemsize
         begin, end = (half, case.count) if self._rank else (0, half)
         parts = [slice(start, min(start + step, end)) for start in range(begin, end, step)]
-        blocks = [(mine[part], peers[part]) for part in parts]
+        blocks = [(block[part], peers[part]) for part in parts]
         combine, copy, meet = _UFUNCS[case.op], np.copyto, self._meet
 
         def call() -> Any:
@@ -113,7 +113,7 @@ class Prototype:
                 combine(own, other, own)
                 copy(other, own)
             meet(_DONE)
-            return mine
+            return block
 
         return call
 

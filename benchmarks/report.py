@@ -44,7 +44,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "mpi": mpi_library(),
         "packages": {"collectives": collectives.__version__}
-        | {name: found for name in _PACKAGES if (found := _version(name))},
+        | {name: installed for name in _PACKAGES if (installed := _version(name))},
     }
 
 

@@ -61,9 +61,9 @@ def run(collective: Collective, settings: cli.Settings, ranks: Ranks) -> int:
                 case = contest.case(dtype, op, count)
                 ours: dict[str, Record] = {}
                 for mode in collective.modes:
-                    found = contest.row(case, mode, progress.tick)
-                    records += found
-                    ours |= {record.mode: record for record in found if record.contestant == OURS}
+                    row = contest.row(case, mode, progress.tick)
+                    records += row
+                    ours |= {record.mode: record for record in row if record.contestant == OURS}
                 progress.clear()
                 _say(ranks, table.row(ours.get(OUT_OF_PLACE), ours.get(IN_PLACE)))
     finally:
@@ -112,7 +112,7 @@ def _finish(collective: Collective, settings: cli.Settings, ranks: Ranks, record
 
 def _preamble(collective: Collective, ranks: Ranks, settings: cli.Settings) -> str:
     machine = report.machine()
-    versions = ", ".join(f"{name} {found}" for name, found in machine["packages"].items() if name != "collectives")
+    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if name != "collectives")
     return (
         f"# collectives {machine['packages'].get('collectives', '(not installed)')}, {collective.name}, {ranks.size} "
         f"ranks, "

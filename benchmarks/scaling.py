@@ -208,11 +208,11 @@ class Runs:
         if not points:
             print("benchmarks.scaling: error: no run has given a throughput", file=sys.stderr)
             return 1
-        found = analyse(
+        study = analyse(
             settings.mode, settings.command, self.unit or "items", settings.work.divided, points, settings.predict
         )
-        print(text(found, settings.repeats))
-        content = document(found, settings.as_dict(), self.records)
+        print(text(study, settings.repeats))
+        content = document(study, settings.as_dict(), self.records)
         mpi = find()
         content["machine"]["mpi"] = f"{mpi.vendor.value} {mpi.version}" if mpi else ""
         written = [settings.output / "scaling.json"]

@@ -45,13 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them"
     )
     flags.set_defaults(peers=(), peers_of={})
-    given = flags.parse_args(arguments)
-    if (given.bytes is None) == (given.model is None):
+    options = flags.parse_args(arguments)
+    if (options.bytes is None) == (options.model is None):
         flags.error("give one of --bytes and --model")
-    cli.check_device(flags, given)
-    shapes = MODELS[given.model]() if given.model else spread(given.bytes, given.tensors)
+    cli.check_device(flags, options)
+    shapes = MODELS[options.model]() if options.model else spread(options.bytes, options.tensors)
     with session() as ranks:
-        place = memory(given.device, collectives.local_rank())
+        place = memory(options.device, collectives.local_rank())
         gradients = Gradients(shapes, ranks.rank, ranks.size, place)
         step = ours(gradients, blocking=False, out_of_place=False)
         gradients.fill()
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             say(ranks, f"benchmarks.scaling_communication: error: {wrong} wrong values")
             sys.exit(1)
         gradients.clear()
-        seconds = alternate(ranks, [step], given.warmup, given.iters, lambda: None, memory=place)
+        seconds = alternate(ranks, [step], options.warmup, options.iters, lambda: None, memory=place)
         told = {"tensors": len(shapes), "bytes": elements(shapes) * ITEM, "ranks": ranks.size}
         say(ranks, _LINE.format(**told, **Summary.of(seconds[0] * 1e3).as_dict()))
 
@@ -78,10 +78,10 @@ def milliseconds(output: str) -> float:
     Raises:
         ValueError: it has printed none.
     """
-    found = _READ.search(output)
-    if found is None:
+    match = _READ.search(output)
+    if match is None:
         raise ValueError("benchmarks.scaling_communication has printed no time")
-    return float(found[1])
+    return float(match[1])
 
 
 if __name__ == "__main__":

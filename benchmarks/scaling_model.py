@@ -133,29 +133,29 @@ def fit(points: Sequence[Point], divided: bool) -> Fit | str:
             "C(W) was not measured: say with --gradient-bytes or --gradient-model what a step all-reduces, for "
             "more than one rank"
         )
-    known = [
+    usable = [
         point
         for point in points
         if point.step is not None and point.communication is not None and not point.oversubscribed
     ]
-    if not known:
+    if not usable:
         return "no configuration with enough cores for its ranks has both a throughput and a measured C(W)"
-    values = [point.value for point in known]
+    values = [point.value for point in usable]
     if any(value is not None and not _is_number(value) for value in values):
         return "the sweep's values are no numbers"
     sweeps = values[0] is not None
     if sweeps and len(set(values)) < 2:
         return "G = g0 + g1 v needs at least two values"
-    times = np.array([point.step for point in known], np.float64)
-    shares = np.array([1 / point.ranks if divided else 1.0 for point in known])
+    times = np.array([point.step for point in usable], np.float64)
+    shares = np.array([1 / point.ranks if divided else 1.0 for point in usable])
     rows = (
         np.column_stack([shares, shares * np.array([float(value or 0) for value in values])])
         if sweeps
         else shares[:, None]
     )
-    communications = np.array([point.communication for point in known], np.float64)
+    communications = np.array([point.communication for point in usable], np.float64)
     coefficients = np.linalg.lstsq(rows, times - communications, rcond=None)[0]
-    noise = max((max(point.rates) - min(point.rates)) / point.rate for point in known)
+    noise = max((max(point.rates) - min(point.rates)) / point.rate for point in usable)
     return _judge(coefficients, times, rows @ coefficients + communications, divided, noise)
 
 
@@ -206,11 +206,11 @@ class RingCost:
 def ring_cost(points: Sequence[Point]) -> RingCost | None:
     """Least squares of the measured C(W), neither part below 0; with one measurement all of it is transfer. None:
     nothing measured."""
-    known = [point for point in points if point.ranks > 1 and point.communications and not point.oversubscribed]
-    if not known:
+    measured = [point for point in points if point.ranks > 1 and point.communications and not point.oversubscribed]
+    if not measured:
         return None
-    ranks = np.array([point.ranks for point in known], np.float64)
-    costs = np.array([point.communication for point in known], np.float64)
+    ranks = np.array([point.ranks for point in measured], np.float64)
+    costs = np.array([point.communication for point in measured], np.float64)
     hops, share = ranks - 1, (ranks - 1) / ranks
     only_transfer = RingCost(0.0, float(share @ costs / (share @ share)))
     if len(set(ranks)) < 2:
@@ -242,11 +242,11 @@ def predict(model: Fit, cost: RingCost, ranks: Sequence[int], points: Sequence[P
     measured."""
     first = min(points, key=lambda point: point.ranks)
     assert first.work is not None
-    found = []
+    predictions = []
     for count in ranks:
         communication = cost(count)
         step = model.compute(count) + communication
         rate = (first.work if model.divided else first.work / first.ranks * count) / step
         gain = rate / first.rate
-        found.append(Prediction(count, step, communication, rate, gain, gain * first.ranks / count))
-    return found
+        predictions.append(Prediction(count, step, communication, rate, gain, gain * first.ranks / count))
+    return predictions

@@ -138,51 +138,51 @@ def parser() -> cli.Parser:
 def settings_of(flags: cli.Parser, arguments: Sequence[str]) -> tuple[Settings, list[Case]]:
     """Parse the command line; what cannot be right ends the process with status 2."""
     divide = arguments.index("--") if "--" in arguments else len(arguments)
-    given = flags.parse_args(arguments[:divide])
+    options = flags.parse_args(arguments[:divide])
     command = tuple(arguments[divide + 1 :])
     if launched_by_mpi():
         flags.error("it starts the ranks by itself: run it without collectivesrun or mpirun")
-    if given.gradient_model and given.gradient_bytes:
+    if options.gradient_model and options.gradient_bytes:
         flags.error("arguments --gradient-bytes and --gradient-model: give one of them")
-    if given.per_rank and (given.pattern is None or given.take == "sum"):
+    if options.per_rank and (options.pattern is None or options.take == "sum"):
         why = (
             "with --take sum it is already all ranks' figures that are added up"
-            if given.pattern
+            if options.pattern
             else "it says what --pattern finds"
         )
         flags.error(f"argument --per-rank: {why}")
-    batch_is_value = given.batch == "value"
-    if batch_is_value and given.mode != SWEEP:
+    batch_is_value = options.batch == "value"
+    if batch_is_value and options.mode != SWEEP:
         flags.error("argument --batch: 'value' is for a sweep")
-    work = Work(given.total, None if batch_is_value else given.batch, batch_is_value)
-    nbytes = (elements(MODELS[given.gradient_model]()) * ITEM,) if given.gradient_model else given.gradient_bytes
+    work = Work(options.total, None if batch_is_value else options.batch, batch_is_value)
+    nbytes = (elements(MODELS[options.gradient_model]()) * ITEM,) if options.gradient_model else options.gradient_bytes
     try:
-        launch = tuple(shlex.split(given.launch or ""))
-        plan = cases(given.mode, command, given.ranks, work, given.values, nbytes)
+        launch = tuple(shlex.split(options.launch or ""))
+        plan = cases(options.mode, command, options.ranks, work, options.values, nbytes)
         check_options(launch, max(case.ranks for case in plan))
-        patterns = KNOWN if given.pattern is None else (user_pattern(given.pattern, given.per_rank),)
-        given.output.mkdir(parents=True, exist_ok=True)
+        patterns = KNOWN if options.pattern is None else (user_pattern(options.pattern, options.per_rank),)
+        options.output.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         flags.error(str(error))
     settings = Settings(
-        mode=given.mode,
+        mode=options.mode,
         command=command,
-        ranks=given.ranks,
+        ranks=options.ranks,
         work=work,
-        values=given.values,
+        values=options.values,
         patterns=patterns,
-        take=given.take,
-        unit=given.unit or "",
-        repeats=given.repeats,
-        best=given.best,
-        timeout=given.timeout,
+        take=options.take,
+        unit=options.unit or "",
+        repeats=options.repeats,
+        best=options.best,
+        timeout=options.timeout,
         launch=launch,
         gradient_bytes=nbytes,
-        gradient_tensors=given.gradient_tensors,
-        gradient_model=given.gradient_model,
-        gradient_device=given.gradient_device,
-        predict=given.predict,
-        output=given.output,
+        gradient_tensors=options.gradient_tensors,
+        gradient_model=options.gradient_model,
+        gradient_device=options.gradient_device,
+        predict=options.predict,
+        output=options.output,
     )
     return settings, plan
 
@@ -197,18 +197,18 @@ def launched_by_mpi() -> bool:
 
 def counts(text: str) -> tuple[int, ...]:
     """Numbers of ranks, comma-separated, in ascending order."""
-    found = tuple(sorted({cli.whole_number(1)(word) for word in text.split(",") if word}))
-    if not found:
+    numbers = tuple(sorted({cli.whole_number(1)(word) for word in text.split(",") if word}))
+    if not numbers:
         raise _expected("numbers of ranks such as 1,2,4", text)
-    return found
+    return numbers
 
 
 def sizes(text: str) -> tuple[int, ...]:
     """Numbers of bytes, comma-separated."""
-    found = tuple(cli.size(word) for word in text.split(",") if word)
-    if not found or min(found) < 1:
+    numbers = tuple(cli.size(word) for word in text.split(",") if word)
+    if not numbers or min(numbers) < 1:
         raise _expected("a number of bytes such as 100M, above 0", text)
-    return found
+    return numbers
 
 
 def batch(text: str) -> int | str:
@@ -218,13 +218,13 @@ def batch(text: str) -> int | str:
 
 def values(text: str) -> tuple[tuple[str, int | None], ...]:
     """A sweep's values, comma-separated, each perhaps with ``@N``, a number of ranks of its own."""
-    found: list[tuple[str, int | None]] = []
+    pairs: list[tuple[str, int | None]] = []
     for word in filter(None, text.split(",")):
         value, at, own = word.rpartition("@")
-        found.append((value, cli.whole_number(1)(own)) if at else (word, None))
-    if not found or not all(value for value, _ in found) or len(set(found)) < len(found):
+        pairs.append((value, cli.whole_number(1)(own)) if at else (word, None))
+    if not pairs or not all(value for value, _ in pairs) or len(set(pairs)) < len(pairs):
         raise _expected("different values such as 8,16,32 or 8@1,16@2", text)
-    return tuple(found)
+    return tuple(pairs)
 
 
 def _expected(what: str, text: str) -> argparse.ArgumentTypeError:

@@ -69,12 +69,12 @@ class Work:
 
 def used(command: Sequence[str]) -> list[str]:
     """The words in braces that a command holds, each once, known or not."""
-    return list(dict.fromkeys(found for word in command for found in _PLACEHOLDER.findall(word)))
+    return list(dict.fromkeys(word_in_braces for word in command for word_in_braces in _PLACEHOLDER.findall(word)))
 
 
 def fill(command: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
     """Put values in place of the placeholders; any other braces stay as they are."""
-    return tuple(_PLACEHOLDER.sub(lambda found: str(values.get(found[1], found[0])), word) for word in command)
+    return tuple(_PLACEHOLDER.sub(lambda match: str(values.get(match[1], match[0])), word) for word in command)
 
 
 def cases(
@@ -99,16 +99,16 @@ def cases(
         ValueError: something is missing, or does not fit; names the option.
     """
     _check(mode, command, work, values, gradients)
-    found = []
+    plan = []
     for index, (value, own) in enumerate(values or ((None, None),)):
         nbytes = gradients[index if len(gradients) > 1 else 0] if gradients else None
         for count in ranks if own is None else (own,):
             total, each = work.of(count, value)
             filled = {"ranks": count, "total": total, "per_rank": each, "batch": each, "value": value}
-            found.append(Case(count, fill(command, filled), total, value, nbytes))
+            plan.append(Case(count, fill(command, filled), total, value, nbytes))
     if {"per_rank", "batch"} & set(used(command)) and work.total is not None:
-        _check_division(work.total, sorted({case.ranks for case in found}))
-    return found
+        _check_division(work.total, sorted({case.ranks for case in plan}))
+    return plan
 
 
 def _check(
@@ -169,9 +169,11 @@ def _check_division(total: int, ranks: Sequence[int]) -> None:
 def doubts(mode: str, command: Sequence[str]) -> list[str]:
     """What is probably not meant."""
     names = used(command)
-    known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+    placeholders = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
     said = [
-        f"{{{name}}} is passed on as it is; the placeholders are {known}" for name in names if name not in PLACEHOLDERS
+        f"{{{name}}} is passed on as it is; the placeholders are {placeholders}"
+        for name in names
+        if name not in PLACEHOLDERS
     ]
     if mode == STRONG and not set(names) & set(PLACEHOLDERS):
         said.append(

@@ -96,8 +96,8 @@ def _fitted(content: dict[str, Any]) -> list[dict[str, Any]]:
 def _modelled(content: dict[str, Any]) -> list[tuple[int, float]]:
     """(ranks, model's step) of strong or weak scaling, measured and predicted; not of ranks that shared cores, as C did
     then."""
-    found = [(point["ranks"], point["modelled"]) for point in _fitted(content) if point["modelled"]]
-    return sorted(found + [(point["ranks"], point["step"]) for point in content["predictions"]])
+    steps = [(point["ranks"], point["modelled"]) for point in _fitted(content) if point["modelled"]]
+    return sorted(steps + [(point["ranks"], point["step"]) for point in content["predictions"]])
 
 
 def _ranks_axis(axes: Any, content: dict[str, Any]) -> list[int]:
@@ -157,7 +157,7 @@ def _looks(content: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str,
         (own, [p for p in points if not p["oversubscribed"]]),
         (shared, [p for p in points if p["oversubscribed"]]),
     ]
-    return [({"color": _COLOURS[0], "marker": "o", "zorder": 4, **look}, found) for look, found in groups if found]
+    return [({"color": _COLOURS[0], "marker": "o", "zorder": 4, **look}, group) for look, group in groups if group]
 
 
 def _speedup(axes: Any, content: dict[str, Any]) -> None:
@@ -209,10 +209,10 @@ def _step(axes: Any, content: dict[str, Any]) -> None:
 
 def _series(content: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
     """A sweep's points by number of ranks, in the order of the values."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    by_ranks: dict[int, list[dict[str, Any]]] = {}
     for point in content["points"]:
-        found.setdefault(point["ranks"], []).append(point)
-    return found
+        by_ranks.setdefault(point["ranks"], []).append(point)
+    return by_ranks
 
 
 def _values_axis(axes: Any, content: dict[str, Any]) -> dict[str, float]:
@@ -230,11 +230,11 @@ def _values_axis(axes: Any, content: dict[str, Any]) -> dict[str, float]:
 def _lines_of_values(axes: Any, content: dict[str, Any], key: str, scale: float) -> None:
     places = _values_axis(axes, content)
     for index, (ranks, points) in enumerate(_series(content).items()):
-        known = sorted((places[point["value"]], point[key] * scale) for point in points if point[key] is not None)
-        if known:
+        line = sorted((places[point["value"]], point[key] * scale) for point in points if point[key] is not None)
+        if line:
             label = f"{ranks} rank{'s' if ranks > 1 else ''}"
             axes.plot(
-                *zip(*known, strict=True), color=_COLOURS[index % len(_COLOURS)], linewidth=2.0, marker="o", label=label
+                *zip(*line, strict=True), color=_COLOURS[index % len(_COLOURS)], linewidth=2.0, marker="o", label=label
             )
 
 
@@ -252,12 +252,12 @@ def _step_of_values(axes: Any, content: dict[str, Any]) -> None:
     _lines_of_values(axes, content, "step", 1e3)
     places = _values_axis(axes, content)
     for index, points in enumerate(_series(content).values()):
-        known = sorted(
+        line = sorted(
             (places[point["value"]], point["modelled"] * 1e3) for point in points if point["modelled"] is not None
         )
-        if known:
+        if line:
             label = {"label": "model"} if index == 0 else {}
-            axes.plot(*zip(*known, strict=True), color=_INK, linewidth=1.3, linestyle=(0, (5, 2)), **label)
+            axes.plot(*zip(*line, strict=True), color=_INK, linewidth=1.3, linestyle=(0, (5, 2)), **label)
     axes.set_title("a step (ms)", fontsize=10, loc="left")
 
 
@@ -268,11 +268,11 @@ def main() -> None:
     )
     flags.add_argument("results", type=Path, help="scaling.json")
     flags.add_argument("picture", type=Path, help="where to draw; .png and .svg are both written")
-    given = flags.parse_args()
+    options = flags.parse_args()
     try:
-        written = plot(json.loads(given.results.read_text()), given.picture)
+        written = plot(json.loads(options.results.read_text()), options.picture)
     except (OSError, ValueError, KeyError) as error:
-        print(f"benchmarks.scaling_plot: error: {given.results}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"benchmarks.scaling_plot: error: {options.results}: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
     print(*written)
 

@@ -88,13 +88,13 @@ def text(study: Study, runs: int) -> str:
         f"{'error':>8}",
     ]
     for point in study.points:
-        found, modelled, step = compare(point, study.points), study.modelled(point), point.step
+        gain, modelled, step = compare(point, study.points), study.modelled(point), point.step
         error = "-" if modelled is None or step is None else f"{(step - modelled) / step:+.1%}"
         name = f"{point.value:>{width}}" if sweeps else ""
         lines.append(
             f" {name}{point.ranks:>6}{_count(point.work):>12}{point.rate:>14,.1f}{min(point.rates):>11,.1f}"
             f"{max(point.rates):>11,.1f}"
-            f"{_milliseconds(step):>11}{found.speedup:>10.2f}{_percent(found.efficiency):>12}"
+            f"{_milliseconds(step):>11}{gain.speedup:>10.2f}{_percent(gain.efficiency):>12}"
             f"{_milliseconds(point.communication):>10}"
             f"{_milliseconds(modelled):>11}{error:>8}" + (" *" if point.oversubscribed else "")
         )
@@ -109,13 +109,13 @@ def _model(study: Study) -> list[str]:
         return [f"# no model: {model}"]
     if len(model.coefficients) == 2:
         fixed, slope = model.coefficients
-        found = f"G = {fixed * 1e3:.3f} ms + {slope * 1e3:.6g} ms x value"
+        formula = f"G = {fixed * 1e3:.3f} ms + {slope * 1e3:.6g} ms x value"
     else:
-        found = f"G = {model.coefficients[0] * 1e3:.3f} ms"
+        formula = f"G = {model.coefficients[0] * 1e3:.3f} ms"
     r_squared = "" if model.r_squared is None else f", R² {model.r_squared:.4f}"
     verdict = "BAD FIT: " + model.problem.replace("; ", "\n# ") if model.problem else "good fit"
     return [
-        f"# model {study.formula}, {found}; least squares over {model.points} points{r_squared}, largest error "
+        f"# model {study.formula}, {formula}; least squares over {model.points} points{r_squared}, largest error "
         f"{model.worst:.1%}",
         f"# {verdict}",
     ]
@@ -130,11 +130,12 @@ def _predictions(study: Study) -> list[str]:
         f"{study.cost.transfer * 1e3:.3f} ms (W-1)/W, "
         "a ring's cost through the measured C:",
     ]
-    for found in study.predictions:
+    for prediction in study.predictions:
         lines.append(
-            f"#{found.ranks:>6}{'':>12}{found.rate:>14,.1f}{'':>22}{found.step * 1e3:>11.3f}{found.speedup:>10.2f}"
-            f"{found.efficiency:>12.1%}"
-            f"{found.communication * 1e3:>10.3f}  predicted"
+            f"#{prediction.ranks:>6}{'':>12}{prediction.rate:>14,.1f}{'':>22}{prediction.step * 1e3:>11.3f}"
+            f"{prediction.speedup:>10.2f}"
+            f"{prediction.efficiency:>12.1%}"
+            f"{prediction.communication * 1e3:>10.3f}  predicted"
         )
     return lines
 
@@ -194,6 +195,6 @@ def document(study: Study, settings: dict[str, Any], runs: Sequence[dict[str, An
         "points": results,
         "fit": {"reason": study.fit} if isinstance(study.fit, str) else study.fit.as_dict(),
         "communication": None if study.cost is None else asdict(study.cost),
-        "predictions": [asdict(found) for found in study.predictions],
+        "predictions": [asdict(prediction) for prediction in study.predictions],
         "runs": list(runs),
     }

@@ -110,7 +110,7 @@ def read(text: str, patterns: Sequence[Pattern]) -> Reading:
         ValueError: no pattern is found, or a figure is not a number above 0.
     """
     # A carriage return begins a line anew: what stood there before is a line of its own.
-    plain = _ESCAPES.sub(lambda found: "\n" if found.group() == "\r" else "", text)
+    plain = _ESCAPES.sub(lambda match: "\n" if match.group() == "\r" else "", text)
     for pattern in patterns:
         matches = list(pattern.regex.finditer(plain))
         if matches:

@@ -66,16 +66,16 @@ class Sockets:
         whole = work.nbytes <= WHOLE_UNTIL
         first = [case.count * rank // self._size for rank in range(self._size + 1)]
         shares = [work if whole else work[begin:end] for begin, end in pairwise(first)]
-        mine = shares[self._rank]
-        inbox = {peer: np.empty_like(mine) for peer in self._links}
+        own_share = shares[self._rank]
+        inbox = {peer: np.empty_like(own_share) for peer in self._links}
         arriving = {peer: _bytes(array) for peer, array in inbox.items()}
         leaving = {peer: _bytes(shares[peer]) for peer in self._links}
-        summed = dict.fromkeys(self._links, _bytes(mine))
+        summed = dict.fromkeys(self._links, _bytes(own_share))
 
         def call() -> Any:
             self._exchange(leaving, arriving)
             for part in inbox.values():
-                combine(mine, part, mine)
+                combine(own_share, part, own_share)
             if not whole:
                 self._exchange(summed, leaving)
             return work

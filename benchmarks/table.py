@@ -31,11 +31,12 @@ def header(collective: Collective, iterations: int, warmup: int) -> str:
 
 def row(out: Record | None, inside: Record | None) -> str:
     """One line of the table from its two halves; a half that the collective does not have is N/A."""
-    known = out or inside
-    assert known is not None
+    either = out or inside
+    assert either is not None
     limit = next((record.limit for record in (out, inside) if record and record.limit), None)
     return (
-        f" {known.size:>12}{known.count:>13}{_type(known):>11}{known.op:>8}{known.root:>6}{_side(out)} {_side(inside)}"
+        f" {either.size:>12}{either.count:>13}{_type(either):>11}"
+        f"{either.op:>8}{either.root:>6}{_side(out)} {_side(inside)}"
         f"{'N/A' if limit is None else _time(limit):>12}{_percent(out):>8}{_percent(inside):>6}"
     )
 
@@ -92,8 +93,8 @@ def _means(records: Sequence[Record]) -> list[str]:
         if record.ratio is not None and record.ratio.median > 0 and record.contestant != FLOOR:
             ratios.setdefault((record.contestant, record.mode), []).append(record.ratio.median)
     return [
-        f"# {contestant}, {mode}: {_ratio(geometric_mean(found))} x ours (geometric mean of {len(found)} rows)"
-        for (contestant, mode), found in ratios.items()
+        f"# {contestant}, {mode}: {_ratio(geometric_mean(values))} x ours (geometric mean of {len(values)} rows)"
+        for (contestant, mode), values in ratios.items()
     ]
 
 

@@ -67,26 +67,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
     )
-    given = flags.parse_args(arguments)
+    options = flags.parse_args(arguments)
     with session() as ranks:
-        content = measure(given, ranks)
-        if given.json and ranks.rank == 0:
+        content = measure(options, ranks)
+        if options.json and ranks.rank == 0:
             head = {"benchmark": "tf_step", "ranks": ranks.size, "machine": report.machine(), "unit": "milliseconds"}
-            report.write(given.json, {**head, **content})
+            report.write(options.json, {**head, **content})
     if any(record["wrong"] for record in content["records"]):
         sys.exit(1)
 
 
-def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
+def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     """Time all contestants; rank 0 prints it."""
     with contextlib.ExitStack() as stack:
         # It must be the first to use TensorFlow.
-        workers = stack.enter_context(strategy(ranks)) if STRATEGY in given.peers else None
+        workers = stack.enter_context(strategy(ranks)) if STRATEGY in options.peers else None
         import tensorflow as tf
 
         import collectives.tensorflow as hvd
 
-        shapes = SHAPES[given.model]()
+        shapes = SHAPES[options.model]()
         arrays = [np.full(shape, index % 7 + ranks.rank, np.float32) for index, shape in enumerate(shapes.values())]
         tensors = [tf.constant(array) for array in arrays]
         calls: dict[str, Any] = {
@@ -100,29 +100,29 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
         where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
         say(
             ranks,
-            f"# {given.model}: {len(arrays)} float32 tensors, {nbytes / 1e6:.3f} MB; {where}; TensorFlow "
+            f"# {options.model}: {len(arrays)} float32 tensors, {nbytes / 1e6:.3f} MB; {where}; TensorFlow "
             f"{tf.__version__}",
         )
-        say(ranks, f"# medians of {given.iterations} rounds, the slowest rank's time, milliseconds")
+        say(ranks, f"# medians of {options.iterations} rounds, the slowest rank's time, milliseconds")
         unchanged = tf.function(lambda: [tf.identity(tensor) for tensor in tensors])
         expected = [index % 7 * ranks.size + sum(range(ranks.size)) for index in range(len(arrays))]
         wrong = {name: ranks.total(differing(call(), expected)) for name, call in calls.items()}
         calls[FUNCTION] = unchanged
         unchanged()
-        if FLOOR in given.peers:
+        if FLOOR in options.peers:
             source = np.ones(nbytes // 4, np.float32)
             calls[FLOOR] = floor(source, np.ones_like(source), nbytes)
-        with Progress(given.warmup + given.iterations, ranks.rank == 0 and watched()) as progress:
-            seconds = alternate(ranks, list(calls.values()), given.warmup, given.iterations, progress.tick)
+        with Progress(options.warmup + options.iterations, ranks.rank == 0 and watched()) as progress:
+            seconds = alternate(ranks, list(calls.values()), options.warmup, options.iterations, progress.tick)
     records = summarize(dict(zip(calls, seconds * 1e3, strict=True)), wrong)
     say(ranks, table(records))
-    return {"model": given.model, "tensors": len(arrays), "bytes": nbytes, "records": records}
+    return {"model": options.model, "tensors": len(arrays), "bytes": nbytes, "records": records}
 
 
-def differing(found: Sequence[Any], expected: Sequence[float]) -> int:
+def differing(results: Sequence[Any], expected: Sequence[float]) -> int:
     """How many elements are not what they should be."""
     return sum(
-        int(np.count_nonzero(np.asarray(tensor) != number)) for tensor, number in zip(found, expected, strict=True)
+        int(np.count_nonzero(np.asarray(tensor) != number)) for tensor, number in zip(results, expected, strict=True)
     )
 
 

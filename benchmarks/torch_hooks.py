@@ -58,33 +58,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
     )
-    given = flags.parse_args(arguments)
+    options = flags.parse_args(arguments)
     torch.set_num_threads(1)
     with session() as ranks:
-        records = measure(given, ranks)
-        if given.json and ranks.rank == 0:
+        records = measure(options, ranks)
+        if options.json and ranks.rank == 0:
             head = {
                 "benchmark": "torch_hooks",
                 "ranks": ranks.size,
                 "machine": report.machine(),
                 "unit": "microseconds per parameter",
             }
-            report.write(given.json, {**head, "model": given.model, "records": records})
+            report.write(options.json, {**head, "model": options.model, "records": records})
 
 
-def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
+def measure(settings: Any, ranks: Ranks) -> list[dict[str, Any]]:
     """All variants, one after another; rank 0's figures, on rank 0 only."""
-    make, shape = MODELS[given.model]
+    make, shape = MODELS[settings.model]
     torch.manual_seed(0)
     model = make()
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1 + ranks.rank))
     say(
         ranks,
-        f"# {given.model}: {len(list(model.parameters()))} parameters; {ranks.size} ranks, torch {torch.__version__}",
+        f"# {settings.model}: {len(list(model.parameters()))} parameters; {ranks.size} ranks, "
+        f"torch {torch.__version__}",
     )
     say(
         ranks,
-        f"# microseconds per parameter on rank 0, {given.steps} steps, nothing travels; wanted: a median of at most "
+        f"# microseconds per parameter on rank 0, {settings.steps} steps, nothing travels; wanted: a median of at most "
         f"{TARGET:g}",
     )
     heads = (
@@ -97,17 +98,17 @@ def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
         say(ranks, "# one rank has nobody to send gradients to, and so no hooks")
         return records
     for name, options in VARIANTS.items():
-        calls, inside, added = variant(model, inputs, options, given, ranks)
+        calls, inside, added = variant(model, inputs, options, settings, ranks)
         if ranks.rank == 0:
             parts = {"call": calls, "parameter": inside, "backward": added}
             summaries = {part: Summary.of(samples).as_dict() for part, samples in parts.items()}
-            records.append({"variant": name, "calls": len(calls) / given.steps, **summaries})
+            records.append({"variant": name, "calls": len(calls) / settings.steps, **summaries})
             say(ranks, line(records[-1]))
     return records
 
 
 def variant(
-    model: Any, inputs: Any, options: dict[str, Any], given: Any, ranks: Ranks
+    model: Any, inputs: Any, options: dict[str, Any], settings: Any, ranks: Ranks
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Train ``steps`` steps.
 
@@ -125,7 +126,7 @@ def variant(
     inside: list[float] = []
     added: list[float] = []
     count = len(list(plain.parameters()))
-    for step in range(-given.warmup, given.steps):
+    for step in range(-settings.warmup, settings.steps):
         for first in (True, False):
             if first == (ranks.rank == 0):
                 without, within, _ = (backward(one, inputs) for one in (plain, hooked, clocked))

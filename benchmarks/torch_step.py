@@ -82,44 +82,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
     )
-    given = flags.parse_args(arguments)
+    options = flags.parse_args(arguments)
     torch.set_num_threads(1)
     with session() as ranks:
-        content = measure(given, ranks)
-        if given.json and ranks.rank == 0:
+        content = measure(options, ranks)
+        if options.json and ranks.rank == 0:
             head = {
                 "benchmark": "torch_step",
                 "ranks": ranks.size,
                 "machine": report.machine(),
                 "unit": "milliseconds per step",
             }
-            report.write(given.json, {**head, **content})
+            report.write(options.json, {**head, **content})
     if any(record["wrong"] for record in content["records"]):
         sys.exit(1)
 
 
-def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
+def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     """Time all contestants' steps, and count what ours does; rank 0 prints it."""
-    make, shape = MODELS[given.model]
+    make, shape = MODELS[options.model]
     torch.manual_seed(0)
     model = make()
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1 + ranks.rank))
     sizes = [parameter.numel() for parameter in model.parameters()]
     contestants = [alone(model, inputs), ours(model, inputs, False), ours(model, inputs, True)]
-    gloo = connect("gloo", ranks) if any(name != FLOOR for name in given.peers) else "no peers"
+    gloo = connect("gloo", ranks) if any(name != FLOOR for name in options.peers) else "no peers"
     try:
         if isinstance(gloo, Torch):
-            contestants += [of_ddp(name, model, inputs) for name in given.peers if name != FLOOR]
+            contestants += [of_ddp(name, model, inputs) for name in options.peers if name != FLOOR]
         else:
             say(ranks, f"# {gloo}")
         machine = report.machine()
         where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
         say(
             ranks,
-            f"# {given.model}: {len(sizes)} float32 tensors, {4 * sum(sizes) / 1e6:.1f} MB; {where}; torch "
+            f"# {options.model}: {len(sizes)} float32 tensors, {4 * sum(sizes) / 1e6:.1f} MB; {where}; torch "
             f"{torch.__version__}",
         )
-        rounds = f"{given.steps} rounds" + (f" of {given.block} steps" if given.block > 1 else "")
+        rounds = f"{options.steps} rounds" + (f" of {options.block} steps" if options.block > 1 else "")
         say(
             ranks,
             f"# medians of {rounds}, the slowest rank's time; adds = step - {ALONE}, and its quartiles, in the same "
@@ -127,12 +127,12 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
         )
         wrong = check(contestants, ranks)
         steps = {contestant.name: contestant.step for contestant in contestants}
-        if FLOOR in given.peers:
+        if FLOOR in options.peers:
             source, target = np.ones(sum(sizes), np.float32), np.ones(sum(sizes), np.float32)
             steps[FLOOR] = floor(source, target, source.nbytes)
-        with Progress(given.warmup + given.steps, ranks.rank == 0 and watched()) as progress:
-            blocks = [repeated(step, given.block) for step in steps.values()]
-            seconds = alternate(ranks, blocks, given.warmup, given.steps, progress.tick) / given.block
+        with Progress(options.warmup + options.steps, ranks.rank == 0 and watched()) as progress:
+            blocks = [repeated(step, options.block) for step in steps.values()]
+            seconds = alternate(ranks, blocks, options.warmup, options.steps, progress.tick) / options.block
         counted = count(contestants[1].step, ranks)
     finally:
         if isinstance(gloo, Torch):
@@ -141,7 +141,7 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
     say(ranks, table(records))
     shown = ", ".join(f"{name} {value:g}" for name, value in counted.items() if value)
     say(ranks, f"# the engine's counters per step of {OURS}: {shown or 'all 0'}")
-    content = {"model": given.model, "tensors": len(sizes), "bytes": 4 * sum(sizes), "block": given.block}
+    content = {"model": options.model, "tensors": len(sizes), "bytes": 4 * sum(sizes), "block": options.block}
     return {**content, "records": records, "counters_per_step": counted}
 
 
@@ -222,9 +222,9 @@ def check(contestants: Sequence[Contestant], ranks: Ranks) -> dict[str, int | No
     return wrong
 
 
-def differing(found: np.ndarray, expected: np.ndarray) -> int:
+def differing(results: np.ndarray, expected: np.ndarray) -> int:
     """How many elements are not what they should be, to rounding; not a number is wrong."""
-    return int(np.sum(~(np.abs(found - expected) <= _TOLERANCE * np.abs(expected).max(initial=0))))
+    return int(np.sum(~(np.abs(results - expected) <= _TOLERANCE * np.abs(expected).max(initial=0))))
 
 
 def count(step: Step, ranks: Ranks) -> dict[str, float]:
@@ -243,7 +243,7 @@ def summarize(times: dict[str, np.ndarray], wrong: dict[str, int | None]) -> lis
     """From the milliseconds of all rounds: each contestant's step, what it adds to the one alone, and that against the
     peer ``ddp``."""
     records: list[dict[str, Any]] = []
-    theirs = float(np.median(times["ddp"] - times[ALONE])) if "ddp" in times else None
+    ddp_added = float(np.median(times["ddp"] - times[ALONE])) if "ddp" in times else None
     for name, row in times.items():
         added = None if name == ALONE else Summary.of(row if name == FLOOR else row - times[ALONE])
         records.append(
@@ -252,7 +252,7 @@ def summarize(times: dict[str, np.ndarray], wrong: dict[str, int | None]) -> lis
                 "time": None if name == FLOOR else Summary.of(row).as_dict(),
                 "added": added and added.as_dict(),
                 # Where ddp seems to add nothing, there is nothing to compare with: too much noise, or too few rounds.
-                "of_ddp": added.median / theirs if added and theirs and theirs > 0 else None,
+                "of_ddp": added.median / ddp_added if added and ddp_added and ddp_added > 0 else None,
                 "wrong": wrong.get(name),
             }
         )
@@ -266,7 +266,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     lines = [f"#{'contestant':<{width}}{heads}{'of ddp':>9}{'#wrong':>8}"]
     for record in records:
         quartiles = "".join(
-            f"{found[key]:>10.3f}" if (found := record[part]) else f"{'-':>10}"
+            f"{figures[key]:>10.3f}" if (figures := record[part]) else f"{'-':>10}"
             for part in ("time", "added")
             for key in ("median", "p25", "p75")
         )

@@ -53,35 +53,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
     )
-    given = flags.parse_args(arguments)
+    options = flags.parse_args(arguments)
     with session() as ranks:
         if ranks.size == 1:
             say(ranks, "# one rank alone has nothing to tune")
             return
-        content = measure(given, ranks)
-        if given.json and ranks.rank == 0:
+        content = measure(options, ranks)
+        if options.json and ranks.rank == 0:
             head = {
                 "benchmark": "tuning",
                 "ranks": ranks.size,
                 "machine": report.machine(),
                 "unit": "milliseconds per step",
             }
-            report.write(given.json, {**head, **content})
+            report.write(options.json, {**head, **content})
 
 
-def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
+def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     """Tune, then compare; rank 0 prints it."""
     defaults = Config.from_environment()
-    start = replace(defaults, fusion_threshold=given.threshold, algorithm=given.algorithm)
-    gradients = Gradients(MODELS[given.model](), ranks.rank, ranks.size)
+    start = replace(defaults, fusion_threshold=options.threshold, algorithm=options.algorithm)
+    gradients = Gradients(MODELS[options.model](), ranks.rank, ranks.size)
     gradients.clear()
     with ExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "autotune.csv"
         tuned = replace(
             defaults,
-            autotune_steps=given.sample,
+            autotune_steps=options.sample,
             autotune_warmup=1,
-            autotune_samples=given.samples,
+            autotune_samples=options.samples,
             autotune_log=str(log) if ranks.rank == 0 else "",
         )
         steps = {}
@@ -89,22 +89,22 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
             world = World(mpi_groups.connect(ranks.comm, config), config)
             stack.callback(world.shutdown)
             if name == TUNED:
-                world.tune(fusion_threshold=given.threshold, algorithm=given.algorithm)
+                world.tune(fusion_threshold=options.threshold, algorithm=options.algorithm)
             steps[name] = step_of(world, gradients)
         say(
             ranks,
-            f"# gradients of {given.model}, {ranks.size} ranks; begins with {given.algorithm}, fusion threshold "
-            f"{given.threshold}",
+            f"# gradients of {options.model}, {ranks.size} ranks; begins with {options.algorithm}, fusion threshold "
+            f"{options.threshold}",
         )
-        tuning = alternate(ranks, [steps[TUNED]], 0, given.steps, _nothing)[0] * 1e3
+        tuning = alternate(ranks, [steps[TUNED]], 0, options.steps, _nothing)[0] * 1e3
         say(ranks, "# milliseconds per step while it tunes, ten a line; the median in front")
         say(ranks, lines_of(tuning, 10))
         settings = log.read_text().splitlines() if ranks.rank == 0 and log.exists() else []
         say(ranks, "# the autotuner's log:\n" + "\n".join(f"#   {line}" for line in settings or ["(none)"]))
-        seconds = alternate(ranks, list(steps.values()), 3, given.rounds, _nothing)
+        seconds = alternate(ranks, list(steps.values()), 3, options.rounds, _nothing)
     times = dict(zip(steps, seconds * 1e3, strict=True))
     records = []
-    say(ranks, f"# then, {given.rounds} rounds in turn")
+    say(ranks, f"# then, {options.rounds} rounds in turn")
     say(ranks, f"#{'world':<10}{'ms':>10}{'p25':>10}{'p75':>10}{'x defaults':>12}{'p25':>8}{'p75':>8}")
     for name, row in times.items():
         time, ratio = Summary.of(row), Summary.of(row / times[DEFAULTS])
@@ -112,8 +112,8 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
         compared = f"{ratio.median:>12.2f}{ratio.p25:>8.2f}{ratio.p75:>8.2f}"
         say(ranks, f" {name:<10}{time.median:>10.3f}{time.p25:>10.3f}{time.p75:>10.3f}{compared}")
     return {
-        "model": given.model,
-        "start": {"fusion_threshold": given.threshold, "algorithm": given.algorithm},
+        "model": options.model,
+        "start": {"fusion_threshold": options.threshold, "algorithm": options.algorithm},
         "steps": tuning.tolist(),
         "log": settings,
         "records": records,

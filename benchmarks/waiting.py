@@ -72,48 +72,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
     )
-    given = flags.parse_args(arguments)
+    options = flags.parse_args(arguments)
     with session() as ranks:
-        content = measure(given, ranks)
-        if given.json and ranks.rank == 0:
+        content = measure(options, ranks)
+        if options.json and ranks.rank == 0:
             head = {
                 "benchmark": "waiting",
                 "ranks": ranks.size,
                 "machine": report.machine(),
                 "unit": "seconds; shares of a core",
             }
-            report.write(given.json, {**head, **content})
+            report.write(options.json, {**head, **content})
 
 
-def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
+def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     """All measurements, one after another; rank 0 prints them."""
     tensor = np.zeros(1 << 20, np.float32)
     collectives.allreduce_(tensor, average=False, name="warm")
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     say(ranks, f"# {ranks.size} ranks; {report.mpi_library() or 'no MPI'}; the largest of all ranks")
 
-    share, wakes = idle(given.seconds, ranks)
-    found |= {"idle_share": share, "idle_wakes": wakes}
-    say(ranks, f"# idle for {given.seconds:g} s: {100 * share:.1f} % of a core, {wakes:.0f} wake-ups a second")
+    share, wakes = idle(options.seconds, ranks)
+    content |= {"idle_share": share, "idle_wakes": wakes}
+    say(ranks, f"# idle for {options.seconds:g} s: {100 * share:.1f} % of a core, {wakes:.0f} wake-ups a second")
     if ranks.size == 1:
-        return found
+        return content
 
-    share, after = late(tensor, given.seconds, ranks)
-    found |= {"waiting_share": share, "after_arrival": after}
-    say(ranks, f"# in synchronize while rank 0 is {given.seconds:g} s late: {100 * share:.1f} % of a core")
+    share, after = late(tensor, options.seconds, ranks)
+    content |= {"waiting_share": share, "after_arrival": after}
+    say(ranks, f"# in synchronize while rank 0 is {options.seconds:g} s late: {100 * share:.1f} % of a core")
     say(ranks, f"# done {1e3 * after:.1f} ms after rank 0 came (4 MiB)")
 
-    least, most = timed_out(tensor, given.timeout, ranks)
-    found |= {"timeout": given.timeout, "timed_out_after": [least, most]}
+    least, most = timed_out(tensor, options.timeout, ranks)
+    content |= {"timeout": options.timeout, "timed_out_after": [least, most]}
     say(
         ranks,
-        f"# synchronize(timeout={given.timeout:g}) came back after {least:.4f} to {most:.4f} s, and a second wait "
+        f"# synchronize(timeout={options.timeout:g}) came back after {least:.4f} to {most:.4f} s, and a second wait "
         f"with the result",
     )
 
     if ranks.size > 2:
-        alone, beside = set_goes_on(given.seconds, ranks)
-        found |= {"set_calls": alone, "set_calls_while_late": beside}
+        alone, beside = set_goes_on(options.seconds, ranks)
+        content |= {"set_calls": alone, "set_calls_while_late": beside}
         say(
             ranks,
             f"# a process set of the other {ranks.size - 1}, blocking all-reduces of 8 bytes: {alone:.0f} a second "
@@ -122,7 +122,7 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
         say(ranks, f"# {beside:.0f} a second while an operation of all ranks waits for rank 0")
     else:
         say(ranks, "# a process set that goes on beside a late rank: needs 3 ranks")
-    return found
+    return content
 
 
 def idle(seconds: float, ranks: Ranks) -> tuple[float, float]:
@@ -146,8 +146,8 @@ def late(tensor: np.ndarray, seconds: float, ranks: Ranks) -> tuple[float, float
     after = Usage.now()
     share = before.share(after) if ranks.rank else 0.0
     waited = after.clock - came if ranks.rank == 0 else 0.0
-    found = ranks.maximum(np.array([share, waited]))
-    return float(found[0]), float(found[1])
+    largest = ranks.maximum(np.array([share, waited]))
+    return float(largest[0]), float(largest[1])
 
 
 def timed_out(tensor: np.ndarray, timeout: float, ranks: Ranks) -> tuple[float, float]:
@@ -169,8 +169,8 @@ def timed_out(tensor: np.ndarray, timeout: float, ranks: Ranks) -> tuple[float, 
     if problem:
         raise RuntimeError(problem)
     # The shortest is the longest of the negative ones; rank 0, which has none, must never win.
-    found = ranks.maximum(np.array([-np.inf, -np.inf] if took is None else [-took, took]))
-    return -float(found[0]), float(found[1])
+    largest = ranks.maximum(np.array([-np.inf, -np.inf] if took is None else [-took, took]))
+    return -float(largest[0]), float(largest[1])
 
 
 def set_goes_on(seconds: float, ranks: Ranks) -> tuple[float, float]:

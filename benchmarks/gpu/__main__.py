@@ -45,12 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: rehearse without a GPU")
     flags.add_argument("--list", action="store_true", help="name the parts and end")
-    given = flags.parse_args(arguments)
+    options = flags.parse_args(arguments)
     begun = time.monotonic()
-    chosen = _choose(flags, [word.strip() for word in given.only.split(",") if word.strip()])
-    if given.device == "cpu":
+    chosen = _choose(flags, [word.strip() for word in options.only.split(",") if word.strip()])
+    if options.device == "cpu":
         chosen = [part.rehearsed() for part in chosen]
-    if given.list:
+    if options.list:
         print(
             "\n".join(
                 f"{part.name:<16}{part.timeout:>4.0f} s  {part.why_not() or ' '.join(part.command)}" for part in chosen
@@ -59,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{name:<16}        = {', '.join(names)}" for name, names in all_parts.GROUPS.items()))
         return 0
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as logs:
-        first = run_all([all_parts.VERSIONS], given.budget, Path(logs), lambda outcome: None)[0]
-        found = first.result or {"problem": f"{first.name}: {first.status}: {first.detail}"}
-        if found.get("problem") and given.device == "cuda" and any(part.gpu for part in chosen):
-            print(f"benchmarks.gpu: error: {found['problem']}", file=sys.stderr)
+        first = run_all([all_parts.VERSIONS], options.budget, Path(logs), lambda outcome: None)[0]
+        versions = first.result or {"problem": f"{first.name}: {first.status}: {first.detail}"}
+        if versions.get("problem") and options.device == "cuda" and any(part.gpu for part in chosen):
+            print(f"benchmarks.gpu: error: {versions['problem']}", file=sys.stderr)
             return 2
         rest = [part for part in chosen if part is not all_parts.VERSIONS]
-        return check(rest, given.budget - (time.monotonic() - begun), given.output, Path(logs), found, [first])
+        return check(rest, options.budget - (time.monotonic() - begun), options.output, Path(logs), versions, [first])
 
 
 def check(
@@ -73,7 +73,7 @@ def check(
     budget: float,
     output: Path,
     logs: Path,
-    found: Mapping[str, Any],
+    versions: Mapping[str, Any],
     before: Sequence[Outcome] = (),
 ) -> int:
     """Run the parts and report.
@@ -85,15 +85,15 @@ def check(
         before: what has run already.
     """
     outcomes = list(before)
-    found = {name: value for name, value in found.items() if name != "figures"}
+    versions = {name: value for name, value in versions.items() if name != "figures"}
 
     def told(outcome: Outcome) -> None:
         outcomes.append(outcome)
         print(f"# {outcome.name:<16}{outcome.status:<10}{outcome.seconds:>6.1f} s  {outcome.detail[:150]}", flush=True)
-        report.write(output, logs, found, outcomes)
+        report.write(output, logs, versions, outcomes)
 
-    print(report.heading(found), flush=True)
-    report.write(output, logs, found, outcomes)
+    print(report.heading(versions), flush=True)
+    report.write(output, logs, versions, outcomes)
     run_all(chosen, budget, logs, told)
     print(report.table(outcomes))
     return 0 if all(outcome.good for outcome in outcomes) else 1
@@ -105,8 +105,8 @@ def _choose(flags: argparse.ArgumentParser, words: Sequence[str]) -> list[Part]:
     try:
         names = all_parts.named(words)
     except KeyError as error:
-        word, known = error.args[0], [*(part.name for part in every), *all_parts.GROUPS]
-        near = difflib.get_close_matches(word, known, 1)
+        word, candidates = error.args[0], [*(part.name for part in every), *all_parts.GROUPS]
+        near = difflib.get_close_matches(word, candidates, 1)
         flags.error(
             f"argument --only: no part is called {word!r}{f'; did you mean {near[0]!r}?' if near else ''} --list "
             f"names all"

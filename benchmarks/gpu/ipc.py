@@ -46,33 +46,33 @@ def main() -> None:
     flags.add_argument("--peers", default="")
     flags.add_argument("--algorithm", default=None)
     flags.add_argument("--iterations", type=int, default=9)
-    given = flags.parse_args()
-    sizes = tuple(size(word) for word in given.sizes.split(","))
+    options = flags.parse_args()
+    sizes = tuple(size(word) for word in options.sizes.split(","))
     with session() as ranks:
-        problem = ranks.agree(why_not(given.device))
+        problem = ranks.agree(why_not(options.device))
         if problem:
             skip(problem, ranks.rank)
-        place = memory(given.device, collectives.local_rank())
-        peers = connect_all(tuple(filter(None, given.peers.split(","))), ranks, place)
+        place = memory(options.device, collectives.local_rank())
+        peers = connect_all(tuple(filter(None, options.peers.split(","))), ranks, place)
         settings = Settings(
             sizes=sizes,
-            iterations=given.iterations,
+            iterations=options.iterations,
             warmup=2,
             dtypes=("float32",),
             ops=("sum",),
             root=-1,
             check=True,
             peers=(),
-            algorithms=(given.algorithm,) if given.algorithm else (),
-            transports=(given.transport,) if given.transport else (),
+            algorithms=(options.algorithm,) if options.algorithm else (),
+            transports=(options.transport,) if options.transport else (),
             json=None,
             plot=None,
-            device=given.device,
+            device=options.device,
         )
         contest = Contest(ALLREDUCE, settings, ranks, peers, max(sizes), {"private": place})
         # Only what is asked for, in ours's place: the planner's own choice may be the very transport whose hang must
         # cost no other figures.
-        forced = "/".join(filter(None, (given.algorithm, given.transport)))
+        forced = "/".join(filter(None, (options.algorithm, options.transport)))
         contest.contestants = {
             OURS: contest.contestants[forced or OURS],
             **{name: contest.contestants[name] for name in peers},
@@ -94,7 +94,7 @@ def measure(
     cuda = place if isinstance(place, Cuda) else None
     rate = copy_rate(cuda, ranks) if cuda else 0.0
     figures = [Figure("copy within the device, one rank alone, 512 MiB", rate / 1e9, "GB/s")] if cuda else []
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     wrong = 0
     for nbytes in contest.settings.sizes:
         ours, *others = contest.row(contest.case(np.dtype(np.float32), "sum", nbytes // 4), IN_PLACE, _nothing)
@@ -114,11 +114,11 @@ def measure(
                 figures.append(
                     Figure(f"{other.contestant}, {ranks.size} ranks, {size_in_words}: busbw", other.busbw, "GB/s")
                 )
-        found += [{**record.as_dict(), "limit": limit} for record in (ours, *others)]
+        records += [{**record.as_dict(), "limit": limit} for record in (ours, *others)]
         wrong += sum(record.wrong or 0 for record in (ours, *others))
     if cuda:
         figures += turns(cuda, ranks)
-    return figures, found, wrong
+    return figures, records, wrong
 
 
 def copy_rate(memory: Cuda, ranks: Ranks) -> float:

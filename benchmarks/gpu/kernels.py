@@ -46,7 +46,8 @@ def main() -> None:
         Figure("kernel launches of a fused all-reduce of 161 tensors besides these", fused - flat, "launches", most=2)
     )
     publish(
-        figures, times={name: {"milliseconds": found.as_dict(), "bytes": moved[name]} for name, found in times.items()}
+        figures,
+        times={name: {"milliseconds": summary.as_dict(), "bytes": moved[name]} for name, summary in times.items()},
     )
 
 
@@ -130,7 +131,7 @@ def launches(cupy: Any) -> list[float]:
         launch(*arguments)
 
     def rank(world: World) -> list[float]:
-        found = []
+        per_case = []
         with cupy.cuda.Device(0), cupy.cuda.Stream(non_blocking=True) as stream:
             tensors = [cupy.ones(shape, cupy.float32) for shape in resnet50().values()]
             flat = [cupy.ones(elements(resnet50()), cupy.float32)]
@@ -143,16 +144,16 @@ def launches(cupy: Any) -> list[float]:
                     world.grouped_allreduce_(group, op=Op.SUM, name=f"group of {len(group)}", transport="cuda-ipc")
                 stream.synchronize()
                 world.barrier()
-                found.append(counted[0] / 3 / world.size)
+                per_case.append(counted[0] / 3 / world.size)
                 world.barrier()
-        return found
+        return per_case
 
     device_class.launch = counting
     try:
-        found: list[float] = thread_groups.run(2, rank, timeout=20, make_world=World)[0]
+        per_case: list[float] = thread_groups.run(2, rank, timeout=20, make_world=World)[0]
     finally:
         device_class.launch = launch
-    return found
+    return per_case
 
 
 if __name__ == "__main__":

@@ -29,16 +29,16 @@ def main() -> None:
     flags = argparse.ArgumentParser(prog="benchmarks.gpu.latency")
     flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     flags.add_argument("--transport", default="auto,cuda-ipc,host")
-    given = flags.parse_args()
+    options = flags.parse_args()
     with session() as ranks:
-        problem = ranks.agree(why_not(given.device))
+        problem = ranks.agree(why_not(options.device))
         if problem:
             skip(problem, ranks.rank)
-        place = memory(given.device, collectives.local_rank())
+        place = memory(options.device, collectives.local_rank())
         tensor = place.zeros(1, np.float32)
         calls: dict[str, Callable[[], Any]] = {}
         reasons: dict[str, str] = {}
-        for name in given.transport.split(","):
+        for name in options.transport.split(","):
             call = _call(tensor, name)
             try:
                 call()
@@ -68,8 +68,8 @@ def _choice(nbytes: int) -> tuple[str, str]:
     """The algorithm and the transport that the planner has chosen."""
     world = collectives.world()
     if world._devices is None:
-        found = world.planner.choose("allreduce", nbytes)
-        return found.algorithm, str(found.medium.value)
+        host_choice = world.planner.choose("allreduce", nbytes)
+        return host_choice.algorithm, str(host_choice.medium.value)
     choice = world._devices.accelerator.connection.planner.choose("allreduce", nbytes, native=True)
     return choice.algorithm, choice.transport
 

@@ -48,9 +48,9 @@ class _ThreadRank:
     def maximum(self, values: np.ndarray) -> np.ndarray:
         self._ranks._values[self.rank] = values
         self.barrier()
-        found: np.ndarray = np.maximum.reduce(list(self._ranks._values.values()))
+        largest: np.ndarray = np.maximum.reduce(list(self._ranks._values.values()))
         self.barrier()
-        return found
+        return largest
 
 
 def main() -> None:

@@ -130,10 +130,10 @@ def named(words: Sequence[str]) -> set[str]:
     Raises:
         KeyError: the first word that names nothing.
     """
-    known = {part.name for part in parts()}
-    found: set[str] = set()
+    part_names = {part.name for part in parts()}
+    names: set[str] = set()
     for word in words:
-        if word not in GROUPS and word not in known:
+        if word not in GROUPS and word not in part_names:
             raise KeyError(word)
-        found.update(GROUPS.get(word, (word,)))
-    return found
+        names.update(GROUPS.get(word, (word,)))
+    return names

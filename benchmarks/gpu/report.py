@@ -19,12 +19,12 @@ from typing import Any
 from benchmarks.gpu.runner import Outcome
 
 
-def write(output: Path, logs: Path, found: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
+def write(output: Path, logs: Path, versions: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Write the three files anew. Called after each part, so that nothing is lost when the check is ended early."""
     output.mkdir(parents=True, exist_ok=True)
-    content = {**found, "parts": [each.as_dict() for each in outcomes]}
+    content = {**versions, "parts": [each.as_dict() for each in outcomes]}
     (output / "gpu-check.json").write_text(json.dumps(content, indent=1) + "\n")
-    (output / "gpu-check.txt").write_text(heading(found) + "\n" + table(outcomes) + "\n")
+    (output / "gpu-check.txt").write_text(heading(versions) + "\n" + table(outcomes) + "\n")
     unfinished = logs / "logs.tar.gz"
     with tarfile.open(unfinished, "w:gz") as archive:
         for log in sorted(logs.glob("*.log")):
@@ -35,9 +35,9 @@ def write(output: Path, logs: Path, found: Mapping[str, Any], outcomes: Sequence
     os.replace(part, output / "logs.tar.gz")
 
 
-def heading(found: Mapping[str, Any]) -> str:
+def heading(versions: Mapping[str, Any]) -> str:
     """What it runs on, in one line."""
-    return "# " + ", ".join(f"{name} {value}" for name, value in found.items() if value)
+    return "# " + ", ".join(f"{name} {value}" for name, value in versions.items() if value)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

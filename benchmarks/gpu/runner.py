@@ -251,13 +251,13 @@ def _wait_until_gone(process: subprocess.Popen[bytes] | None, token: str, patien
 
 def _carriers(token: str) -> list[int]:
     """The processes that were started with the token in their environment; a zombie has none any more."""
-    mark, found = f"{_TOKEN}={token}".encode(), []
+    mark, pids = f"{_TOKEN}={token}".encode(), []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             with contextlib.suppress(OSError):
                 if mark in Path(f"/proc/{entry}/environ").read_bytes():
-                    found.append(int(entry))
-    return found
+                    pids.append(int(entry))
+    return pids
 
 
 def _command(pid: int, most: int = 120) -> str:

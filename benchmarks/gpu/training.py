@@ -75,8 +75,8 @@ def trains_alike(device: str, **options: Any) -> None:
             tuner.zero_grad()
             net(rows).square().mean().backward()
             tuner.step()
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=partial("{}: {}".format, name))
+    for (name, ours), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance, msg=partial("{}: {}".format, name))
     hvd.check_consistency([param.detach().cpu() for param in model.parameters()])
 
 
@@ -87,7 +87,7 @@ def gradients_go_through(device: str) -> None:
     import collectives.torch as hvd
 
     size, rank = hvd.size(), hvd.rank()
-    mine = float(rank + 1)
+    factor = float(rank + 1)
     total = float(size * (size + 1) // 2)
     cases: list[tuple[Callable[[Any], Any], float]] = [
         (lambda x: hvd.allreduce(x, op=hvd.Sum), total),
@@ -98,8 +98,8 @@ def gradients_go_through(device: str) -> None:
         (lambda x: hvd.grouped_allreduce([x, x], op=hvd.Sum)[1], total),
     ]
     for call, wanted in cases:
-        leaf = torch.full((2 * size, 3), mine, device=device, requires_grad=True)
-        (call(leaf) * mine).sum().backward()
+        leaf = torch.full((2 * size, 3), factor, device=device, requires_grad=True)
+        (call(leaf) * factor).sum().backward()
         torch.testing.assert_close(leaf.grad, torch.full_like(leaf, wanted))
 
 
@@ -113,16 +113,16 @@ def batch_norm_over_all_ranks(device: str) -> None:
     whole = torch.randn(hvd.size() * _ROWS, 4, 5, 5, device=device)
     weight = torch.randn_like(whole)
     rows = slice(hvd.rank() * _ROWS, (hvd.rank() + 1) * _ROWS)
-    ours, theirs = hvd.SyncBatchNorm(4).to(device), torch.nn.BatchNorm2d(4).to(device)
+    ours, reference = hvd.SyncBatchNorm(4).to(device), torch.nn.BatchNorm2d(4).to(device)
     share, everything = whole[rows].clone().requires_grad_(), whole.clone().requires_grad_()
-    found, wanted = ours(share), theirs(everything)
-    (found * weight[rows]).sum().backward()
-    (wanted * weight).sum().backward()
-    torch.testing.assert_close(found, wanted[rows], rtol=1e-4, atol=1e-4)
+    outputs, expected = ours(share), reference(everything)
+    (outputs * weight[rows]).sum().backward()
+    (expected * weight).sum().backward()
+    torch.testing.assert_close(outputs, expected[rows], rtol=1e-4, atol=1e-4)
     assert everything.grad is not None
     torch.testing.assert_close(share.grad, everything.grad[rows], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(hvd.allreduce(ours.weight.grad, op=hvd.Sum), theirs.weight.grad, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(ours.running_var, theirs.running_var, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hvd.allreduce(ours.weight.grad, op=hvd.Sum), reference.weight.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(ours.running_var, reference.running_var, rtol=1e-4, atol=1e-4)
 
 
 def _model() -> Any:

@@ -18,7 +18,7 @@ from collectives.device.diagnosis import why_not
 
 def versions() -> dict[str, Any]:
     """Versions, the GPUs, the date, and under "problem" why GPUs cannot be used (None if they can)."""
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "collectives": collectives.__version__,
         "python": platform.python_version(),
@@ -27,8 +27,8 @@ def versions() -> dict[str, Any]:
     for ask in (_driver, _mpi, _torch, _cupy):
         # Whatever is missing or broken is simply not told: the checks themselves say what they lack.
         with contextlib.suppress(Exception):
-            found.update(ask())
-    return found
+            report.update(ask())
+    return report
 
 
 def _driver() -> dict[str, Any]:
@@ -51,15 +51,15 @@ def _torch() -> dict[str, Any]:
 def _cupy() -> dict[str, Any]:
     cupy = importlib.import_module("cupy")
     runtime, nccl = cupy.cuda.runtime, cupy.cuda.nccl
-    found = {"cupy": cupy.__version__, "nccl": nccl.get_version() if nccl.available else None}
+    report = {"cupy": cupy.__version__, "nccl": nccl.get_version() if nccl.available else None}
     with contextlib.suppress(Exception):
         gpus = [runtime.getDeviceProperties(index) for index in range(runtime.getDeviceCount())]
-        found["cuda"] = {"runtime": runtime.runtimeGetVersion(), "driver": runtime.driverGetVersion()}
-        found["gpus"] = [{"name": gpu["name"].decode(), "bytes": gpu["totalGlobalMem"]} for gpu in gpus]
-    return found
+        report["cuda"] = {"runtime": runtime.runtimeGetVersion(), "driver": runtime.driverGetVersion()}
+        report["gpus"] = [{"name": gpu["name"].decode(), "bytes": gpu["totalGlobalMem"]} for gpu in gpus]
+    return report
 
 
 if __name__ == "__main__":
-    found = versions()
-    print(json.dumps(found))
-    publish([], **found)
+    here = versions()
+    print(json.dumps(here))
+    publish([], **here)

@@ -80,7 +80,7 @@ def measure(tool: str, setup: Setup, options: Sequence[str]) -> int:
     up = [tool, "up", str(setup.hosts), setup.rate]
     done = subprocess.run(up, env=environment, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
-        # Somebody else's hosts may be what is in the way: they stay.
+        # Hosts of another run may be the reason: leave them.
         return done.returncode
     try:
         print(f"# {setup.hosts} hosts of {setup.ranks} ranks, {setup.rate}", flush=True)

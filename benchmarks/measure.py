@@ -32,8 +32,8 @@ def alternate(
 ) -> np.ndarray:
     """Time every call ``iterations`` times after ``warmup`` untimed rounds.
 
-    The order is another one in each round, so that nobody always finds the cache as the same neighbour left it. With
-    ``evict`` every rank overwrites that many bytes before each call, so that everybody's buffers have left the nearest
+    The order changes in each round, so that no call always finds the cache as the same other call left it. With
+    ``evict`` every rank overwrites that many bytes before each call, which removes all buffers from the nearest
     caches.
 
     Returns:

@@ -205,7 +205,7 @@ def phase(kind: str, seconds: float, ranks: Ranks) -> tuple[Call, AbstractContex
 
 
 def _wait_for_device(seconds: float) -> None:
-    """What a host does while an accelerator computes: it looks now and then, and needs no core."""
+    """Stand in for a host whose accelerator computes: poll now and then, and leave the core free."""
     end = perf_counter() + seconds
     while (left := end - perf_counter()) > 0:
         sleep(min(left, _PIECE))

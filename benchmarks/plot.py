@@ -75,7 +75,7 @@ def plot(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
         grid[0][0].set_ylabel("bus bandwidth (GB/s)")
         figure.suptitle(_title(content, records), x=0.01, ha="left", fontsize=11)
         if handles:
-            # The limit closes the legend, whoever joined only in the second panel.
+            # The limit is the legend's last entry, even after contestants that appear only in the second panel.
             handles = dict(sorted(handles.items(), key=lambda item: item[0].startswith(_LIMIT)))
             figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
         written = file.with_suffix(".png"), file.with_suffix(".svg")

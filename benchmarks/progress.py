@@ -1,4 +1,4 @@
-"""A progress bar on rank 0's terminal, and none where nobody watches."""
+"""A progress bar on rank 0's terminal; none where standard error is not a terminal."""
 
 from __future__ import annotations
 

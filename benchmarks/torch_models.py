@@ -20,9 +20,9 @@ WIDTH, DEPTH = 16, 100
 
 
 class ResNet50(nn.Module):
-    """ResNet-50 as torchvision has it; `benchmarks.models.resnet50` tells the same parameters.
+    """torchvision's ResNet-50, with the parameters that `benchmarks.models.resnet50` lists.
 
-    But without running statistics, which DistributedDataParallel broadcasts in each forward and nobody else here.
+    It has no running statistics: of the contestants only DistributedDataParallel broadcasts them, in each forward.
     """
 
     def __init__(self) -> None:

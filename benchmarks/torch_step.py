@@ -176,8 +176,8 @@ def of_ddp(name: str, model: Any, inputs: Any) -> Contestant:
 
 
 def plain(model: Any) -> Any:
-    """The same optimizer for everybody. It does its work and leaves the weights as they are, so that all steps are the
-    same."""
+    """The optimizer of all contestants. Its learning rate of 0 leaves the weights unchanged, so that all steps are
+    equal."""
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 

@@ -89,18 +89,18 @@ class Pieces:
 
     def cut(self, at: int, count: int) -> tuple[Piece, ...]:
         """The pieces of the block of ``count`` elements from ``at`` on."""
-        known = self._cuts.get((at, count))
-        if known is not None:
-            return known
+        cached = self._cuts.get((at, count))
+        if cached is not None:
+            return cached
         pieces: list[Piece] = []
         number = bisect_right(self._ends, at)
-        done = 0
-        while done < count:
-            start = at + done - (self._ends[number] - self.counts[number])
-            length = min(self.counts[number] - start, count - done)
+        covered = 0
+        while covered < count:
+            start = at + covered - (self._ends[number] - self.counts[number])
+            length = min(self.counts[number] - start, count - covered)
             if length > 0:
-                pieces.append((number, start, start + length, done, done + length))
-            done += length
+                pieces.append((number, start, start + length, covered, covered + length))
+            covered += length
             number += 1
         self._cuts[at, count] = tuple(pieces)
         return self._cuts[at, count]

@@ -193,7 +193,7 @@ def _setting(
     parse: Callable[[str], Any],
     *,
     alias: str = "",
-    others: Mapping[str, Callable[[str], Any]] | None = None,
+    aliases: Mapping[str, Callable[[str], Any]] | None = None,
     alike: bool = True,
     of_rank_0: bool = False,
 ) -> Any:
@@ -209,7 +209,7 @@ def _setting(
         alike: whether all ranks must have the same value.
         of_rank_0: whether rank 0's value applies to all ranks.
     """
-    sources = {variable: parse, **(others or {}), **({alias: parse} if alias else {})}
+    sources = {variable: parse, **(aliases or {}), **({alias: parse} if alias else {})}
     whose = {"alike": alike and not of_rank_0, "of_rank_0": of_rank_0}
     return field(default=default, metadata={"variable": variable, "sources": sources, **whose})
 
@@ -259,7 +259,7 @@ class Config:
         60.0,
         _seconds_or_off,
         alias="HOROVOD_STALL_CHECK_TIME_SECONDS",
-        others={"HOROVOD_STALL_CHECK_DISABLE": _if_true(0.0)},
+        aliases={"HOROVOD_STALL_CHECK_DISABLE": _if_true(0.0)},
         alike=False,
     )
     """Time after which a warning names an operation that some ranks have not submitted; 0: never."""
@@ -268,12 +268,12 @@ class Config:
         0.0,
         _seconds_or_off,
         alias="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        others={"HOROVOD_STALL_CHECK_DISABLE": _if_true(0.0)},
+        aliases={"HOROVOD_STALL_CHECK_DISABLE": _if_true(0.0)},
         alike=False,
     )
     """Time after which such an operation ends the job; 0: never."""
     timeline: str = _setting(
-        "COLLECTIVES_TIMELINE", "", _path, others={"HOROVOD_TIMELINE": _horovod_timeline}, of_rank_0=True
+        "COLLECTIVES_TIMELINE", "", _path, aliases={"HOROVOD_TIMELINE": _horovod_timeline}, of_rank_0=True
     )
     """The file in which a timeline is recorded from ``init()`` on; empty: none."""
     timeline_mark_cycles: bool = _setting(
@@ -321,10 +321,10 @@ class Config:
         Raises:
             InvalidArgumentError: a variable cannot be parsed; names the variable, the text, and the expected form.
         """
-        return cls(**given(os.environ if environment is None else environment))
+        return cls(**stated_settings(os.environ if environment is None else environment))
 
 
-def given(environment: Mapping[str, str]) -> dict[str, Any]:
+def stated_settings(environment: Mapping[str, str]) -> dict[str, Any]:
     """The settings that the environment sets, and only those, by ``Config``'s names.
 
     Raises:
@@ -348,17 +348,19 @@ def given(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def unknown(environment: Mapping[str, str]) -> list[str]:
     """Sentences about variables that look like settings but are not, each with the most similar setting."""
-    known = [attribute.metadata["variable"] for attribute in Config.__dataclass_fields__.values()]
+    settings = [attribute.metadata["variable"] for attribute in Config.__dataclass_fields__.values()]
     strange = [
         name
         for name in environment
-        if name.startswith(_PREFIX) and name not in known and not name.startswith(_INTERNAL)
+        if name.startswith(_PREFIX) and name not in settings and not name.startswith(_INTERNAL)
     ]
-    said = []
+    problems = []
     for name in sorted(strange):
         # The common prefix would make any two names similar.
         alike = difflib.get_close_matches(
-            name.removeprefix(_PREFIX), [word.removeprefix(_PREFIX) for word in known], n=1
+            name.removeprefix(_PREFIX), [word.removeprefix(_PREFIX) for word in settings], n=1
         )
-        said.append(f"{name} is no setting" + (f"; did you mean {_PREFIX}{alike[0]}?" if alike else " of collectives"))
-    return said
+        problems.append(
+            f"{name} is no setting" + (f"; did you mean {_PREFIX}{alike[0]}?" if alike else " of collectives")
+        )
+    return problems

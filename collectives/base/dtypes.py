@@ -48,22 +48,22 @@ def resolve(dtype: Any, *, argument: str = "dtype") -> np.dtype[Any]:
         MissingDependencyError: a name of one of ml_dtypes' was given, which is not installed or has no such dtype.
     """
     if isinstance(dtype, np.dtype):
-        found = dtype
+        resolved = dtype
     elif isinstance(dtype, str) and dtype in _OF_ML_DTYPES:
         return _of_ml_dtypes(dtype)
     else:
         try:
-            found = np.dtype(dtype)
+            resolved = np.dtype(dtype)
         except (TypeError, ValueError, SyntaxError):  # SyntaxError: strings such as "f4,,"
             raise InvalidTypeError(f"{argument}: {OFFER}; got {dtype!r}") from None
     # A structure has several byte orders; it is rejected below under its own name.
-    native = found if found.isnative or found.kind == "V" else found.newbyteorder("=")
+    native = resolved if resolved.isnative or resolved.kind == "V" else resolved.newbyteorder("=")
     if native in SUPPORTED:
         return native
     if native.name in _OF_ML_DTYPES and _is_of_ml_dtypes(native, native.name):
         SUPPORTED[native] = native.name
         return native
-    raise InvalidTypeError(f"{argument}: dtype {found} is not supported; {OFFER}")
+    raise InvalidTypeError(f"{argument}: dtype {resolved} is not supported; {OFFER}")
 
 
 def name(dtype: Any) -> str:
@@ -72,8 +72,8 @@ def name(dtype: Any) -> str:
     Raises:
         InvalidTypeError: the dtype is not supported.
     """
-    known = SUPPORTED.get(dtype) if isinstance(dtype, np.dtype) else None
-    return SUPPORTED[resolve(dtype)] if known is None else known
+    listed_name = SUPPORTED.get(dtype) if isinstance(dtype, np.dtype) else None
+    return SUPPORTED[resolve(dtype)] if listed_name is None else listed_name
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:

@@ -20,7 +20,7 @@ from collectives.base.launchers import torchs_are_ours
 CANDIDATES = 8
 """Ports of which rank 0 takes the first that is free."""
 _FIRST_PORT, _PORTS = 20000, 12000
-"""Below those that Linux gives to whoever asks for any."""
+"""Below the range from which Linux assigns ports by itself."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -91,30 +91,36 @@ def _expanded(part: str) -> list[str]:
     return [f"{head}{number}{end}" for number in numbers for end in _expanded(tail)]
 
 
-def _torchrun(said: Mapping[str, str]) -> Spot:
+def _torchrun(environment: Mapping[str, str]) -> Spot:
     return Spot(
-        int(said["RANK"]),
-        int(said["WORLD_SIZE"]),
+        int(environment["RANK"]),
+        int(environment["WORLD_SIZE"]),
         "torchrun, or one that speaks as it does (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)",
-        said["MASTER_ADDR"],
-        (int(said["MASTER_PORT"]),),
-        f"torchrun {said['MASTER_ADDR']}:{said['MASTER_PORT']}",
+        environment["MASTER_ADDR"],
+        (int(environment["MASTER_PORT"]),),
+        f"torchrun {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
         torch=True,
     )
 
 
-def _slurm(said: Mapping[str, str]) -> Spot:
+def _slurm(environment: Mapping[str, str]) -> Spot:
+    job_id, step = environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"]
     # Without a step this is the script of a batch job, which is not one of its tasks.
-    job = f"slurm {said['SLURM_JOB_ID']}.{said['SLURM_STEP_ID']}.{said.get('SLURM_RESTART_COUNT', '0')}"
-    size = said.get("SLURM_STEP_NUM_TASKS") or said["SLURM_NTASKS"]
+    job = f"slurm {job_id}.{step}.{environment.get('SLURM_RESTART_COUNT', '0')}"
+    size = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
     launcher = "srun (SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST)"
     return Spot(
-        int(said["SLURM_PROCID"]), int(size), launcher, nodes(said["SLURM_STEP_NODELIST"])[0], ports_of(job), job
+        int(environment["SLURM_PROCID"]),
+        int(size),
+        launcher,
+        nodes(environment["SLURM_STEP_NODELIST"])[0],
+        ports_of(job),
+        job,
     )
 
 
-def _tensorflow(said: Mapping[str, str]) -> Spot:
-    config: dict[str, Any] = json.loads(said["TF_CONFIG"])
+def _tensorflow(environment: Mapping[str, str]) -> Spot:
+    config: dict[str, Any] = json.loads(environment["TF_CONFIG"])
     cluster, task = config["cluster"], config["task"]
     tasks = [(role, number) for role in ("chief", "master", "worker") for number in range(len(cluster.get(role, ())))]
     role, number = tasks[0]
@@ -124,26 +130,28 @@ def _tensorflow(said: Mapping[str, str]) -> Spot:
     return Spot(rank, len(tasks), "TF_CONFIG", _host(cluster[role][number]), ports_of(job), job)
 
 
-def _jax(said: Mapping[str, str]) -> Spot:
-    coordinator = said["JAX_COORDINATOR_ADDRESS"]
-    rank, size = int(said["JAX_PROCESS_ID"]), int(said["JAX_NUM_PROCESSES"])
+def _jax(environment: Mapping[str, str]) -> Spot:
+    coordinator = environment["JAX_COORDINATOR_ADDRESS"]
+    rank, size = int(environment["JAX_PROCESS_ID"]), int(environment["JAX_NUM_PROCESSES"])
     job = f"JAX {coordinator} {size}"
     launcher = "a launcher for JAX (JAX_PROCESS_ID, JAX_NUM_PROCESSES, JAX_COORDINATOR_ADDRESS)"
     return Spot(rank, size, launcher, _host(coordinator), ports_of(job), job)
 
 
-def _open_mpi(said: Mapping[str, str]) -> Spot:
-    size = int(said["OMPI_COMM_WORLD_SIZE"])
-    job = f"{said.get('PMIX_NAMESPACE') or _launcher_process('OMPI_COMM_WORLD_RANK')}"
+def _open_mpi(environment: Mapping[str, str]) -> Spot:
+    size = int(environment["OMPI_COMM_WORLD_SIZE"])
+    job = f"{environment.get('PMIX_NAMESPACE') or _launcher_process('OMPI_COMM_WORLD_RANK')}"
     launcher = "Open MPI's mpirun (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)"
-    return _local(int(said["OMPI_COMM_WORLD_RANK"]), size, launcher, said.get("OMPI_COMM_WORLD_LOCAL_SIZE"), job)
+    return _local(
+        int(environment["OMPI_COMM_WORLD_RANK"]), size, launcher, environment.get("OMPI_COMM_WORLD_LOCAL_SIZE"), job
+    )
 
 
-def _pmi(said: Mapping[str, str]) -> Spot:
+def _pmi(environment: Mapping[str, str]) -> Spot:
     launcher = "a launcher with PMI (PMI_RANK, PMI_SIZE)"
-    job = said.get("PMI_JOBID") or _launcher_process("PMI_RANK")
-    here = said.get("MPI_LOCALNRANKS")
-    return _local(int(said["PMI_RANK"]), int(said["PMI_SIZE"]), launcher, here, job)
+    job = environment.get("PMI_JOBID") or _launcher_process("PMI_RANK")
+    local_size = environment.get("MPI_LOCALNRANKS")
+    return _local(int(environment["PMI_RANK"]), int(environment["PMI_SIZE"]), launcher, local_size, job)
 
 
 def _local(rank: int, size: int, launcher: str, here: str | None, job: str) -> Spot:
@@ -154,9 +162,9 @@ def _local(rank: int, size: int, launcher: str, here: str | None, job: str) -> S
 
 def _launcher_process(variable: str) -> str:
     """The nearest ancestor without a rank's variable: the launcher's process on this host, for all its ranks here."""
-    folder, wanted = Path("/proc/self"), f"{variable}=".encode()
+    folder, prefix = Path("/proc/self"), f"{variable}=".encode()
     try:
-        while any(entry.startswith(wanted) for entry in (folder / "environ").read_bytes().split(b"\0")):
+        while any(entry.startswith(prefix) for entry in (folder / "environ").read_bytes().split(b"\0")):
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
             folder = Path("/proc", parent)
         began = (folder / "stat").read_text().rpartition(")")[2].split()[19]

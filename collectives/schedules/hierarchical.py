@@ -41,21 +41,21 @@ def allreduce(rank: int, hosts: Sequence[Sequence[int]]) -> Schedule:
 def _by_slices(rank: int, host: int, hosts: Sequence[Sequence[int]]) -> tuple[Round, ...]:
     width = len(hosts)  # chunks of a slice
     local = hosts[host]
-    mine = local.index(rank)
-    neighbours = [local[(mine + distance) % len(local)] for distance in range(1, len(local))]
+    slice_index = local.index(rank)
+    neighbours = [local[(slice_index + distance) % len(local)] for distance in range(1, len(local))]
     rounds: list[Round] = []
     if neighbours:
         rounds.append(
             (
                 *(send(peer, local.index(peer) * width, width) for peer in neighbours),
-                *(reduce(peer, mine * width, width) for peer in neighbours),
+                *(reduce(peer, slice_index * width, width) for peer in neighbours),
             )
         )
-    rounds += _across(host, [ranks[mine] for ranks in hosts], mine * width, 1)
+    rounds += _across(host, [ranks[slice_index] for ranks in hosts], slice_index * width, 1)
     if neighbours:
         rounds.append(
             (
-                *(send(peer, mine * width, width, push=True) for peer in neighbours),
+                *(send(peer, slice_index * width, width, push=True) for peer in neighbours),
                 *(receive(peer, local.index(peer) * width, width, push=True) for peer in neighbours),
             )
         )

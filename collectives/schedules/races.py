@@ -157,20 +157,20 @@ class _Tracker:
         self._at(owner, chunk, version).writes.append(access)
 
     def findings(self) -> list[str]:
-        found = []
+        conflicts = []
         for (owner, chunk, _), location in self.locations.items():
             for place, write in enumerate(location.writes):
                 for read in location.reads:
                     early = read.version < write.version
                     if not (read.precedes(write) if early else write.precedes(read)):
-                        found.append(
+                        conflicts.append(
                             self._tell(owner, chunk, "read", read, "overwritten" if early else "written", write)
                         )
                 for other in location.writes[:place]:
                     first, second = sorted((other, write), key=lambda access: access.version)
                     if not first.precedes(second):
-                        found.append(self._tell(owner, chunk, "written", first, "overwritten", second))
-        return found
+                        conflicts.append(self._tell(owner, chunk, "written", first, "overwritten", second))
+        return conflicts
 
     def _tell(self, owner: int, chunk: int, what: str, one: _Access, then: str, two: _Access) -> str:
         return (

@@ -54,7 +54,7 @@ class _Machine:
         if len(schedules) != self.size:
             raise ScheduleError(f"{self.name}: {len(schedules)} schedules came")
         for rank, schedule in enumerate(schedules):
-            for attribute, wanted, found in (
+            for attribute, expected, actual in (
                 ("rank", rank, schedule.rank),
                 ("size", self.size, schedule.size),
                 ("collective", self.collective, schedule.collective),
@@ -62,8 +62,10 @@ class _Machine:
                 ("chunks", self.chunks, schedule.chunks),
                 ("number of rounds", len(first.rounds), len(schedule.rounds)),
             ):
-                if wanted != found:
-                    raise ScheduleError(f"{self.name}, rank {rank}: its {attribute} is {found!r}, expected {wanted!r}")
+                if expected != actual:
+                    raise ScheduleError(
+                        f"{self.name}, rank {rank}: its {attribute} is {actual!r}, expected {expected!r}"
+                    )
         wanted_chunks = {"reducescatter": self.size, "allgather": self.size, "alltoall": self.size**2}.get(
             self.collective, self.chunks
         )
@@ -195,12 +197,12 @@ class _Machine:
     def finish(self) -> None:
         last = len(self.schedules[0].rounds) - 1
         for rank, (held, written) in enumerate(zip(self.held, self.written, strict=True)):
-            for chunk, wanted in self._promise(rank):
-                found = held.get(chunk, 0)
+            for chunk, expected in self._promise(rank):
+                actual = held.get(chunk, 0)
                 where = f"{self.name}, after round {last}, rank {rank}, chunk {chunk}"
-                if found != wanted:
+                if actual != expected:
                     raise ScheduleError(
-                        f"{where}: holds the contributions of ranks {_ranks(found)}, expected {_ranks(wanted)}"
+                        f"{where}: holds the contributions of ranks {_ranks(actual)}, expected {_ranks(expected)}"
                     )
                 if chunk not in written:
                     raise ScheduleError(

@@ -11,7 +11,16 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 import collectives
-from collectives.base.config import ALGORITHMS, LOG_LEVELS, TRANSPORTS, Config, given, parse_bool, parse_bytes, unknown
+from collectives.base.config import (
+    ALGORITHMS,
+    LOG_LEVELS,
+    TRANSPORTS,
+    Config,
+    parse_bool,
+    parse_bytes,
+    stated_settings,
+    unknown,
+)
 from collectives.base.errors import InvalidArgumentError
 
 
@@ -217,7 +226,7 @@ def test_horovods_switch_turns_the_whole_stall_check_off() -> None:
 
 
 def test_what_is_given_is_told_from_the_defaults() -> None:
-    assert given(
+    assert stated_settings(
         {"HOROVOD_CYCLE_TIME": "1", "COLLECTIVES_SEGMENT": "", "HOROVOD_TIMELINE": "DYNAMIC", "PATH": "/bin"}
     ) == {"cycle_time": 1.0}
 

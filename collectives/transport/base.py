@@ -164,8 +164,8 @@ class Control(Protocol):
     def words_of(self, peer: int) -> Sequence[int]:
         """The words with which ``peer`` entered the present call; valid until this rank enters the next but one."""
 
-    def tells(self, told: Sequence[tuple[int, int, int]]) -> bool:
-        """Whether peers entered the present call with these words: ``told`` has a peer and its first two words."""
+    def tells(self, expected: Sequence[tuple[int, int, int]]) -> bool:
+        """Whether peers entered the present call with the words that ``expected`` lists: peer, first, second."""
 
     def exchange(self, value: Any) -> list[Any]:
         """Gather every rank's small value (see `interchange`) on every rank, in rank order; for set-up and errors."""

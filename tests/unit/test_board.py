@@ -24,7 +24,7 @@ def boards(here: int) -> list[Board]:
 
 def die(rank: Board) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        rank._mine[_PID] = process.pid
+        rank._own_words[_PID] = process.pid
 
 
 def died(zero: Board, one: Board) -> Callable[[], object]:
@@ -76,7 +76,7 @@ def test_a_rank_that_failed_because_of_another_is_not_named(said: str) -> None:
 def test_a_process_that_its_parent_does_not_wait_for_has_died() -> None:
     zero, one = boards(2)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        one._mine[_PID] = process.pid
+        one._own_words[_PID] = process.pid
         zero.check()
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays in the table

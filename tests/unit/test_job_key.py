@@ -13,14 +13,14 @@ from collectives.transport.stores import job_key
 
 
 def test_the_environment_gives_it() -> None:
-    assert job_key.given({}) is None and job_key.given({"COLLECTIVES_KEY": " "}) is None
-    assert job_key.given({"COLLECTIVES_KEY": "0f" * 16}) == b"\x0f" * 16
+    assert job_key.from_environment({}) is None and job_key.from_environment({"COLLECTIVES_KEY": " "}) is None
+    assert job_key.from_environment({"COLLECTIVES_KEY": "0f" * 16}) == b"\x0f" * 16
 
 
 @pytest.mark.parametrize("text", ["0f" * 15, "secret" * 10, "0" * 33])
 def test_a_bad_key_is_refused_and_not_told(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="COLLECTIVES_KEY: expected at least 32 hexadecimal") as caught:
-        job_key.given({"COLLECTIVES_KEY": text})
+        job_key.from_environment({"COLLECTIVES_KEY": text})
     assert text not in str(caught.value)
 
 

@@ -275,7 +275,7 @@ def test_nobody_serves_the_store(home: dict[str, str], port: int) -> None:
     config = replace(CONFIG, timeout=0.2)
     told = asked(rendezvous=f"tcp://127.0.0.1:{port}", rank=1, size=2)
     with pytest.raises(
-        CollectiveTimeoutError, match=r"rank 1: waited 0\.2 s for rank 0 to serve a store .*nobody listens"
+        CollectiveTimeoutError, match=r"rank 1: waited 0\.2 s for rank 0 to serve a store .*no process listens"
     ):
         find(home, config, told)
 
@@ -304,7 +304,7 @@ def test_a_wait_at_a_wrong_address_says_what_is_tried(
         assert said[0].startswith(f"rank 1: waiting for torch's store at 127.0.0.1:{port} (torchrun, ")
     else:
         assert said[0].startswith("rank 1: waiting for rank 0 to serve a store (torchrun, ")
-        assert said[0].endswith(f"port {port}: nobody listens there")
+        assert said[0].endswith(f"port {port}: no process listens there")
 
 
 def test_rank_0_is_on_another_host_than_the_address(home: dict[str, str], port: int) -> None:

@@ -78,26 +78,26 @@ class Mappings:
     def take(self, device: Device, process: int, serial: int, base: int, nbytes: int, handle: bytes) -> int:
         """Map an allocation, or share its mapping. Returns its address in this process; pair each call with `give`."""
         with self._lock:
-            known = self._known.get((process, serial))
-            if known is None:
+            mapping = self._known.get((process, serial))
+            if mapping is None:
                 for old in self._overlapping(process, base, nbytes):
                     self._forget(device, process, old)
-                known = self._known[process, serial] = _Mapping(device.import_memory(handle), base, nbytes)
+                mapping = self._known[process, serial] = _Mapping(device.import_memory(handle), base, nbytes)
                 bisect.insort(self._places.setdefault(process, []), (base, serial))
-            known.users += 1
-            return known.address
+            mapping.users += 1
+            return mapping.address
 
     def give(self, device: Device, process: int, serial: int) -> int:
         """Release one use of a mapping, if it still exists. Returns the bytes unmapped, 0 while others use it."""
         with self._lock:
-            known = self._known.get((process, serial))
-            if known is None:
+            mapping = self._known.get((process, serial))
+            if mapping is None:
                 return 0
-            known.users -= 1
-            if known.users:
+            mapping.users -= 1
+            if mapping.users:
                 return 0
             self._forget(device, process, serial)
-            return known.end - known.base
+            return mapping.end - mapping.base
 
     def _overlapping(self, process: int, base: int, nbytes: int) -> list[int]:
         """The numbers of a process's allocations that overlap this range of its addresses."""
@@ -113,9 +113,9 @@ class Mappings:
         ]
 
     def _forget(self, device: Device, process: int, serial: int) -> None:
-        known = self._known.pop((process, serial))
-        self._places[process].remove((known.base, serial))
-        device.forget_memory(known.address)
+        mapping = self._known.pop((process, serial))
+        self._places[process].remove((mapping.base, serial))
+        device.forget_memory(mapping.address)
 
 
 class _MappingUse:
@@ -212,10 +212,10 @@ class IpcMemory:
             sees.pointers[0, 0], sees.pointers[0, WAYS] = self.locate(peer, card.probe), seen.ctypes.data
             sees.launch(stream)
             device.drain(stream)
-            found = struct.unpack("q", seen.tobytes())[0]
-            if found != peer:
+            number = struct.unpack("q", seen.tobytes())[0]
+            if number != peer:
                 raise TransportError(
-                    f"rank {self._rank}: expected number {peer} in the device memory of rank {peer}, found {found}"
+                    f"rank {self._rank}: expected number {peer} in the device memory of rank {peer}, found {number}"
                 )
         self._all_near = len(self._neighbours) == len(cards) - 1
         self._one_gpu = self._all_near and {card.device for card in cards.values()} == {device.index}
@@ -260,19 +260,19 @@ class IpcMemory:
             return words[0]
         address, serial, offset, nbytes = words[:4]
         key = (self._processes[peer], serial)
-        known = self._mapped.get(key)
-        if known is None:
+        use = self._mapped.get(key)
+        if use is None:
             self._make_room(nbytes)
             handle = struct.pack("8q", *words[4:WORDS])
-            known = self._mapped[key] = _MappingUse(
+            use = self._mapped[key] = _MappingUse(
                 self._mappings.take(self._device, *key, address - offset, nbytes, handle), nbytes
             )
             self._mapped_bytes += nbytes
         else:
             self._mapped.move_to_end(key)
         self._lookups += 1
-        known.used = self._lookups
-        return known.address + offset
+        use.used = self._lookups
+        return use.address + offset
 
     def _make_room(self, nbytes: int) -> None:
         """Release mappings beyond the limits before ``nbytes`` more are mapped."""
@@ -280,8 +280,8 @@ class IpcMemory:
         if not most and self._mapped_bytes + nbytes <= _FILLED:
             return
         longest_unused: list[tuple[int, int]] = []
-        for key, known in self._mapped.items():
-            if len(longest_unused) >= most and self._lookups - known.used <= _OLD:
+        for key, use in self._mapped.items():
+            if len(longest_unused) >= most and self._lookups - use.used <= _OLD:
                 break
             longest_unused.append(key)
         if longest_unused:

@@ -65,12 +65,12 @@ def failure(call: str, rank: int, error: Exception) -> TransportError:
     CuPy raises NcclError with a ``status``, or KeyError with the status as its argument if its table of names lacks it
     (14.2: from 7 on, 13: from 6 on); nccl4py NCCLError with a ``status``, or ValueError.
     """
-    found: Any = error.args[0] if isinstance(error, KeyError) and error.args else getattr(error, "status", None)
-    if not isinstance(found, int):
+    status: Any = error.args[0] if isinstance(error, KeyError) and error.args else getattr(error, "status", None)
+    if not isinstance(status, int):
         return TransportError(f"rank {rank}: NCCL's {call} failed: {type(error).__name__}: {error}")
-    name, meaning = _STATUSES.get(found, ("a status that this version does not know", "look it up in nccl.h"))
+    name, meaning = _STATUSES.get(status, ("a status that this version does not know", "look it up in nccl.h"))
     return TransportError(
-        f"rank {rank}: NCCL's {call} failed: {name} ({found}): {meaning}. NCCL_DEBUG=INFO in the environment says more"
+        f"rank {rank}: NCCL's {call} failed: {name} ({status}): {meaning}. NCCL_DEBUG=INFO in the environment says more"
     )
 
 

@@ -79,9 +79,9 @@ class RingsAtOnce:
 
     def _received(self, source: int, reader: Reader, header: tuple[int, ...], tag: int, into: Array) -> bool:
         """Receive the payload of the first record, if that is the message that is expected."""
-        kind, _, found, number, nbytes, code, count, where = header
+        kind, _, sent_tag, number, nbytes, code, count, where = header
         dtype = into.dtype
-        if found != tag or nbytes > into.nbytes or code != DTYPE_CODE[SUPPORTED[dtype]]:
+        if sent_tag != tag or nbytes > into.nbytes or code != DTYPE_CODE[SUPPORTED[dtype]]:
             return False
         if into.ndim != 1:
             into = into.reshape(-1)
@@ -93,7 +93,7 @@ class RingsAtOnce:
                 into[: values.size] = values
             return True
         if kind != READY or self._waiting or not self._writers[source].has_room():
-            return False  # where the source cannot be told at once, nobody might do it later
+            return False  # a source that cannot be told now might never be told
         try:
             self._fetch(source, where, into.view(np.uint8), nbytes)
         except CollectivesError:  # the ordinary way meets it again, and tells both sides

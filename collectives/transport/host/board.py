@@ -98,14 +98,14 @@ class Board:
         """Called now and then during a wait: raises for failures that the board does not show."""
         self._words: list[Any] = [None if page is None else page[: _word_bytes(self.size)].cast("q") for page in pages]
         self._texts = [None if page is None else page[_word_bytes(self.size) :] for page in pages]
-        self._mine = self._words[rank]
+        self._own_words = self._words[rank]
         self._peer_words = [self._words[peer] for peer in self.peers]
         self._timeout = timeout
         self._spins = spins
         self._looks = range(spins)
         self._pause = pause
         self._processes = processes
-        self._mine[_PID] = os.getpid()
+        self._own_words[_PID] = os.getpid()
         self._slots = (_WORDS, _WORDS + max_words(self.size))
         self._pieces = _WORDS + 2 * max_words(self.size)
         self.call = 0
@@ -116,7 +116,7 @@ class Board:
         """Announce that this rank has finished its first ``progress`` step groups."""
         if fence is not None:
             fence()
-        self._mine[_PROGRESS] = progress
+        self._own_words[_PROGRESS] = progress
 
     def wait(self, peer: int, progress: int) -> None:
         """Wait until ``peer`` has reached ``progress``.
@@ -139,19 +139,19 @@ class Board:
         self.call = call = self.call + 1
         self._token = token = signature << 16 | (call & CALL_MASK)
         self._count = len(words)
-        mine = self._mine
+        own_words = self._own_words
         parity = call & 1
         if words:
             at = self._slots[parity]
             if type(words) is memoryview:
-                mine[at : at + len(words)] = words
+                own_words[at : at + len(words)] = words
             else:
                 for word in words:
-                    mine[at] = word
+                    own_words[at] = word
                     at += 1
         if fence is not None:
             fence()
-        mine[_TOKEN + parity] = token
+        own_words[_TOKEN + parity] = token
 
     def look(self, *, spin: bool = True) -> bool | None:
         """Whether every peer entered the present call with the same token; None while one is missing, after a short
@@ -166,10 +166,10 @@ class Board:
                 if words[at] == token:
                     break
             else:
-                theirs = words[at]
-                if theirs & CALL_MASK != call & CALL_MASK:
+                peer_word = words[at]
+                if peer_word & CALL_MASK != call & CALL_MASK:
                     return None
-                same = same and theirs == token
+                same = same and peer_word == token
             if words[_BROKEN] == call:
                 self.check()
         return same
@@ -183,20 +183,20 @@ class Board:
         self.call = call = self.call + 1
         self._token = token = signature << 16 | (call & CALL_MASK)
         self._count = len(words)
-        mine, at = self._mine, self._slots[call & 1]
+        own_words, at = self._own_words, self._slots[call & 1]
         for word in words:
-            mine[at] = word
+            own_words[at] = word
             at += 1
         at = _TOKEN + (call & 1)
-        mine[at] = token
-        for theirs in self._peer_words:
-            if theirs[at] != token:
+        own_words[at] = token
+        for peer_words in self._peer_words:
+            if peer_words[at] != token:
                 for _ in self._looks:
-                    if theirs[at] == token:
+                    if peer_words[at] == token:
                         break
                 else:
                     return self.look(spin=False)
-            if theirs[_BROKEN] == call:
+            if peer_words[_BROKEN] == call:
                 self.check()
         return True
 
@@ -215,12 +215,12 @@ class Board:
             self._wait_long(peer, lambda peer=peer: peer not in self.missing())  # type: ignore[misc]
         return bool(self.look())
 
-    def tells(self, told: Sequence[tuple[int, int, int]]) -> bool:
-        """Whether peers entered the present call with these first two words: ``told`` has them behind each peer."""
+    def tells(self, expected: Sequence[tuple[int, int, int]]) -> bool:
+        """Whether peers entered the present call with the words that ``expected`` lists: peer, first, second."""
         words, at = self._words, self._slots[self.call & 1]
-        for peer, first, second in told:
-            theirs = words[peer]
-            if theirs[at] != first or theirs[at + 1] != second:
+        for peer, first, second in expected:
+            peer_words = words[peer]
+            if peer_words[at] != first or peer_words[at + 1] != second:
                 return False
         return True
 
@@ -234,7 +234,7 @@ class Board:
         """Write an entry of this rank's table of pieces; peers see it in the calls that this rank enters later."""
         at = self._pieces + place * PIECE_WORDS
         for word in entry:
-            self._mine[at] = word
+            self._own_words[at] = word
             at += 1
 
     def piece_of(self, peer: int, place: int) -> tuple[int, ...]:
@@ -251,19 +251,19 @@ class Board:
         """Announce this rank's state and the reason; ``broken`` is the call that it failed in. A rank that has failed
         remains FAILED when it leaves."""
         if state == LEFT:
-            self._mine[_GONE] = 1
-            if self._mine[_STATE] == FAILED:
+            self._own_words[_GONE] = 1
+            if self._own_words[_STATE] == FAILED:
                 return
         data = text.encode("utf-8", "replace")[-_TEXT_BYTES:]
         page = self._texts[self.rank]
         assert page is not None
         page[: len(data)] = data
-        self._mine[_TEXT_LENGTH] = len(data)
+        self._own_words[_TEXT_LENGTH] = len(data)
         if fence is not None:
             fence()
-        self._mine[_STATE] = state
+        self._own_words[_STATE] = state
         if broken:
-            self._mine[_BROKEN] = broken
+            self._own_words[_BROKEN] = broken
 
     def state_of(self, peer: int) -> int:
         """ALIVE, LEFT or FAILED; a process that has ended without leaving has failed."""

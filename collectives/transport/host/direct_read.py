@@ -56,47 +56,47 @@ class DirectRead:
         """Called with a peer whose memory is inaccessible, and whether its process has ended; raises if the peer has
         failed."""
         self._pids = list(pids)
-        self._mine = _IoVector()
-        self._theirs = _IoVector()
-        self._mine_at = ctypes.addressof(self._mine)
-        self._theirs_at = ctypes.addressof(self._theirs)
+        self._local = _IoVector()
+        self._remote = _IoVector()
+        self._local_at = ctypes.addressof(self._local)
+        self._remote_at = ctypes.addressof(self._remote)
 
     def fetch(self, peer: int, address: int, into: int, nbytes: int) -> None:
         """As `base.MemoryTransport.fetch`; RankFailedError comes from `explain`."""
-        mine, theirs = self._mine, self._theirs
-        mine.address, mine.nbytes, theirs.address, theirs.nbytes = into, nbytes, address, nbytes
-        done = self._readv(self._pids[peer], self._mine_at, 1, self._theirs_at, 1, 0)
-        if done != nbytes:
-            self._continue(self._readv, "read", peer, done)
+        local, remote = self._local, self._remote
+        local.address, local.nbytes, remote.address, remote.nbytes = into, nbytes, address, nbytes
+        transferred = self._readv(self._pids[peer], self._local_at, 1, self._remote_at, 1, 0)
+        if transferred != nbytes:
+            self._continue(self._readv, "read", peer, transferred)
 
     def store(self, peer: int, address: int, source: int, nbytes: int) -> None:
         """As `base.MemoryTransport.store`."""
-        mine, theirs = self._mine, self._theirs
-        mine.address, mine.nbytes, theirs.address, theirs.nbytes = source, nbytes, address, nbytes
-        done = self._writev(self._pids[peer], self._mine_at, 1, self._theirs_at, 1, 0)
-        if done != nbytes:
-            self._continue(self._writev, "write", peer, done)
+        local, remote = self._local, self._remote
+        local.address, local.nbytes, remote.address, remote.nbytes = source, nbytes, address, nbytes
+        transferred = self._writev(self._pids[peer], self._local_at, 1, self._remote_at, 1, 0)
+        if transferred != nbytes:
+            self._continue(self._writev, "write", peer, transferred)
 
-    def _continue(self, call: ctypes._NamedFuncPointer, verb: str, peer: int, done: int) -> None:
+    def _continue(self, call: ctypes._NamedFuncPointer, verb: str, peer: int, transferred: int) -> None:
         """Continue after a partial transfer (a signal may cause one); raise after an error."""
-        mine, theirs = self._mine, self._theirs
+        local, remote = self._local, self._remote
         while True:
-            if done <= 0:
+            if transferred <= 0:
                 code = ctypes.get_errno()
-                if done < 0 and code == errno.EINTR:
-                    done = 0
+                if transferred < 0 and code == errno.EINTR:
+                    transferred = 0
                 else:
-                    self.explain(peer, done < 0 and code == errno.ESRCH)
-                    reason = os.strerror(code) if done < 0 else "nothing was transferred"
+                    self.explain(peer, transferred < 0 and code == errno.ESRCH)
+                    reason = os.strerror(code) if transferred < 0 else "nothing was transferred"
                     raise TransportError(
-                        f"cannot {verb} {theirs.nbytes} bytes of rank {peer}'s memory (process {self._pids[peer]}): "
+                        f"cannot {verb} {remote.nbytes} bytes of rank {peer}'s memory (process {self._pids[peer]}): "
                         f"{reason}; COLLECTIVES_TRANSPORT=window does without"
                     )
-            mine.address, theirs.address = mine.address + done, theirs.address + done
-            mine.nbytes, theirs.nbytes = mine.nbytes - done, theirs.nbytes - done
-            if mine.nbytes == 0:
+            local.address, remote.address = local.address + transferred, remote.address + transferred
+            local.nbytes, remote.nbytes = local.nbytes - transferred, remote.nbytes - transferred
+            if local.nbytes == 0:
                 return
-            done = call(self._pids[peer], self._mine_at, 1, self._theirs_at, 1, 0)
+            transferred = call(self._pids[peer], self._local_at, 1, self._remote_at, 1, 0)
 
 
 def ancestors(pid: int) -> list[int]:

@@ -84,9 +84,9 @@ class MappedMemory:
         """The peer's memory from ``word`` on, to the end of its piece, as a 1-D array; None if it is not mapped."""
         if not word & MAPPED:
             return None
-        known = self._views.get((peer, word, dtype.num))
-        if known is not None:
-            return known
+        cached = self._views.get((peer, word, dtype.num))
+        if cached is not None:
+            return cached
         number, offset = word - MAPPED >> OFFSET_BITS, word & OFFSET_MASK
         with self._lock:
             if (peer, number) not in self._mapped:
@@ -123,8 +123,8 @@ class MappedMemory:
         place = number % PIECES
         with self._lock:
             live = arena.numbers()
-            for entry, known in list(self._announced.items()):
-                if known not in live:
+            for entry, announced in list(self._announced.items()):
+                if announced not in live:
                     self._board.announce_piece(entry, _NO_PIECE)
                     del self._announced[entry]
             if place not in self._announced:
@@ -136,9 +136,9 @@ class MappedMemory:
     def _map(self, peer: int, number: int) -> None:
         """Map a piece of a peer, and drop the mappings of pieces that the peer has ended."""
         board = self._board
-        for known in [known for known in self._mapped if known[0] == peer]:
-            if board.piece_of(peer, known[1] % PIECES)[0] != known[1]:
-                del self._mapped[known]
+        for mapped in [mapped for mapped in self._mapped if mapped[0] == peer]:
+            if board.piece_of(peer, mapped[1] % PIECES)[0] != mapped[1]:
+                del self._mapped[mapped]
                 self._views.clear()
         announced, descriptor, nbytes, _ = board.piece_of(peer, number % PIECES)
         process = board.process_of(peer)

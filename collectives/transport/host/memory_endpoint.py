@@ -65,17 +65,17 @@ class MemoryEndpoint:
         self._reader, self._mapped = reader, mapped
         self._posts = [post for post in posts if post is not None]
         rank = board.rank
-        mine = posts[rank]
-        assert mine is not None
+        own_post = posts[rank]
+        assert own_post is not None
         local = [peer for peer, post in enumerate(posts) if post is not None]
         place = local.index(rank)
         self._writers: dict[int, Writer] = {}
         self._readers: dict[int, Reader] = {}
         for at, peer in enumerate(local):
-            theirs = posts[peer]
-            if peer != rank and theirs is not None:
-                self._writers[peer] = Writer(mine, theirs, place, at)
-                self._readers[peer] = Reader(mine, theirs, place, at)
+            peer_post = posts[peer]
+            if peer != rank and peer_post is not None:
+                self._writers[peer] = Writer(own_post, peer_post, place, at)
+                self._readers[peer] = Reader(own_post, peer_post, place, at)
         self._waiting: dict[int, deque[Callable[[], bool]]] = {}
         """By peer: what is put into its ring when there is room."""
         self._ready: dict[int, Outgoing] = {}

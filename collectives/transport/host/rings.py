@@ -84,15 +84,15 @@ class Writer:
     """Puts records into this rank's ring for one peer.
 
     Args:
-        mine, theirs: the two posts.
+        own_post, peer_post: those of this rank and of the peer.
         place, peer: the places of this rank and the peer among the ranks of the host.
     """
 
-    def __init__(self, mine: Post, theirs: Post, place: int, peer: int) -> None:
-        self._ring = mine.ring(peer)
+    def __init__(self, own_post: Post, peer_post: Post, place: int, peer: int) -> None:
+        self._ring = own_post.ring(peer)
         self._bytes = len(self._ring)
-        self._words, self._written = mine.words, Post.written(peer)
-        self._their_words, self._read = theirs.words, Post.read(place)
+        self._words, self._written = own_post.words, Post.written(peer)
+        self._their_words, self._read = peer_post.words, Post.read(place)
         self._count = self._words[self._written]
         self._seen = self._their_words[self._read]
         """What the peer had read at the last look."""
@@ -152,12 +152,12 @@ class Writer:
 class Reader:
     """Takes records from a peer's ring for this rank; arguments as for `Writer`."""
 
-    def __init__(self, mine: Post, theirs: Post, place: int, peer: int) -> None:
-        self._ring = theirs.ring(place)
+    def __init__(self, own_post: Post, peer_post: Post, place: int, peer: int) -> None:
+        self._ring = peer_post.ring(place)
         self._array: Array = np.frombuffer(self._ring, np.uint8)
         self._bytes = len(self._ring)
-        self._words, self._read = mine.words, Post.read(peer)
-        self._their_words, self._written = theirs.words, Post.written(place)
+        self._words, self._read = own_post.words, Post.read(peer)
+        self._their_words, self._written = peer_post.words, Post.written(place)
         self.count = self._words[self._read]
         """Bytes of records that were taken."""
         self._start = self._length = 0

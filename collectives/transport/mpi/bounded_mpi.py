@@ -45,7 +45,7 @@ class Waiter:
         self._rank = rank
         self._timeout = timeout
         self._calls: list[Call[Any]] = []
-        """Without a key, whose results nobody has had."""
+        """Calls without a key whose results no caller has received."""
         self.check: Callable[[], object] = lambda: None
 
     def wait(self, request: MPI.Request, what: str) -> None:
@@ -107,7 +107,7 @@ class Waiter:
 
     @property
     def busy(self) -> bool:
-        """Whether a call without a key may have left something pending: nobody waits for it any more, or it failed."""
+        """Whether a call without a key may have left something pending: no thread waits for it, or it failed."""
         return bool(self._calls)
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:

@@ -103,15 +103,15 @@ class Channel:
         """Gather every rank's small value (see `interchange`) on every rank, in rank order; raises as `Waiter.wait`."""
         from mpi4py import MPI
 
-        mine = to_json(value)
-        self._length[0] = len(mine)
+        own_bytes = to_json(value)
+        self._length[0] = len(own_bytes)
         length, lengths = self._length, self._lengths
         self.gather((length, lengths), lambda: self.comm.Iallgather(length, lengths), "every rank to say what it has")
-        everybody, counts = bytearray(int(lengths.sum())), lengths.copy()
-        memory = (mine, MPI.BYTE), (everybody, counts, MPI.BYTE)
+        all_bytes, counts = bytearray(int(lengths.sum())), lengths.copy()
+        memory = (own_bytes, MPI.BYTE), (all_bytes, counts, MPI.BYTE)
         self.gather(memory, lambda: self.comm.Iallgatherv(*memory), "every rank to say what it has")
         ends = np.cumsum(counts).tolist()
-        data = memoryview(everybody)
+        data = memoryview(all_bytes)
         return [from_json(bytes(data[end - n : end])) for end, n in zip(ends, counts.tolist(), strict=True)]
 
     @property
@@ -152,8 +152,8 @@ class Channel:
         self.tell(Notice.LEFT, str(calls))
         self.read_notices()
         self._has_left = True
-        known = self.left.keys() | {notice.peer for notice in self._arriving if notice.tag == Notice.LEFT}
-        for peer in set(range(self.size)) - known - {self.rank}:
+        leavers = self.left.keys() | {notice.peer for notice in self._arriving if notice.tag == Notice.LEFT}
+        for peer in set(range(self.size)) - leavers - {self.rank}:
             text = bytearray(_LEAVE_BYTES)
             self._arriving.append(_Posted(text, peer, Notice.LEFT))
             self._arriving[-1].request = self.comm.Irecv(text, peer, Notice.LEFT)
@@ -208,9 +208,9 @@ class Channel:
     def close(self) -> None:
         """Free the communicator, a local operation of MPI, if nothing is pending on it; otherwise it stays for good.
 
-        Any call of MPI, in any thread, goes on with the collectives that are pending, whether or not somebody has their
-        requests, and would use a communicator that was freed. And what nobody has received would be received on a later
-        communicator to which MPI gives the same context number.
+        Any call of MPI, in any thread, goes on with the collectives that are pending, whether or not a caller holds
+        their requests, and would use a communicator that was freed. And a message that was never received would be
+        received on a later communicator to which MPI gives the same context number.
         """
         if self._is_idle():
             _open.discard(self)

@@ -107,9 +107,9 @@ class MpiEndpoint:
 
     def _take_envelopes(self) -> None:
         status = self._status
-        while (found := self._comm.Improbe(self._any, ENVELOPE_TAG, status)) is not None:
+        while (message := self._comm.Improbe(self._any, ENVELOPE_TAG, status)) is not None:
             memory = bytearray(status.Get_count(self._byte))
-            self._envelopes.append((found.Irecv((memory, self._byte)), memory, status.Get_source()))
+            self._envelopes.append((message.Irecv((memory, self._byte)), memory, status.Get_source()))
         while self._envelopes and self._envelopes[0][0].Test():
             _, memory, source = self._envelopes.popleft()
             self._open(source, memory)

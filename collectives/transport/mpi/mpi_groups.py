@@ -57,13 +57,15 @@ def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
             f"several threads: MPI_THREAD_MULTIPLE is needed; leave mpi4py.rc.thread_level as it is, or ask for it in "
             f"Init_thread"
         )
-    everybody = MPI.COMM_WORLD
-    waiter = Waiter(everybody.Get_rank(), config.timeout)
+    every_process = MPI.COMM_WORLD
+    waiter = Waiter(every_process.Get_rank(), config.timeout)
     # Blocking calls run apart from this thread, so that an exception here does not leave the other ranks inside them.
     if isinstance(comm, Sequence):
         ranks, key = list(comm), ("some", *comm)
         own = waiter.call(
-            lambda: everybody.Create_group(everybody.Get_group().Incl(ranks)), f"the ranks {ranks} to call init()", key
+            lambda: every_process.Create_group(every_process.Get_group().Incl(ranks)),
+            f"the ranks {ranks} to call init()",
+            key,
         )
     elif not hasattr(comm, "Get_rank") or comm.Is_inter():
         raise InvalidTypeError(f"comm={comm!r}: expected an mpi4py intracommunicator")

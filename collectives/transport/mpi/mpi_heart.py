@@ -87,11 +87,11 @@ def watch(channel: Channel, config: Config, *, needed: bool = False) -> MpiHeart
     heart: Heart | None = None
 
     def exchange(value: Any, problem: str = "") -> list[Any]:
-        said = channel.exchange((problem, value))
-        first = next((text for text, _ in said if text), "")
+        answers = channel.exchange((problem, value))
+        first = next((text for text, _ in answers if text), "")
         if first:
             raise _ProblemElsewhereError(first)
-        return [value for _, value in said]
+        return [value for _, value in answers]
 
     try:
         try:

@@ -74,9 +74,11 @@ class MpiWords:
             return
         self._all_words = records[:, 1 : 1 + min(len(words), _RECORD - 1)]
         if len(words) > _RECORD - 1:
-            mine = np.array(words, np.int64)
-            everybody = np.empty((self._channel.size, len(mine)), np.int64)
+            own_words = np.array(words, np.int64)
+            all_words = np.empty((self._channel.size, len(own_words)), np.int64)
             self._channel.gather(
-                (mine, everybody), lambda: self._channel.comm.Iallgather(mine, everybody), "every rank's sizes"
+                (own_words, all_words),
+                lambda: self._channel.comm.Iallgather(own_words, all_words),
+                "every rank's sizes",
             )
-            self._all_words = everybody
+            self._all_words = all_words

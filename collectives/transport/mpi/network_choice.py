@@ -42,31 +42,31 @@ def choose(first: A, second: B, clock: Callable[[], float] = time.perf_counter) 
     blocks: list[Array] = []
     _blocks.append(blocks)
     trials = [_trials(wiring, blocks) for wiring in (first, second)]
-    mine = []
+    medians = []
     for rounds, *both in zip(_ROUNDS, *trials, strict=True):
         seconds: list[list[float]] = [[], []]
         for turn in range(rounds):
-            for trial, found in zip(both, seconds, strict=True):
+            for trial, samples in zip(both, seconds, strict=True):
                 begun = clock()
                 trial()
                 if turn:
-                    found.append(clock() - begun)
-        mine.append([median(found) for found in seconds])
-    share = ratio(first.channel.exchange(mine))
-    _blocks[:] = [known for known in _blocks if known is not blocks]
+                    samples.append(clock() - begun)
+        medians.append([median(samples) for samples in seconds])
+    share = ratio(first.channel.exchange(medians))
+    _blocks[:] = [kept for kept in _blocks if kept is not blocks]
     if first.channel.rank == 0:
         names = first.messages.name, second.messages.name
         logger.info("between these hosts %s takes %.2f of the time of %s", names[1], share, names[0])
     return second if share < 1 else first
 
 
-def ratio(told: Sequence[Sequence[Sequence[float]]]) -> float:
+def ratio(times: Sequence[Sequence[Sequence[float]]]) -> float:
     """The times of the second of two, divided by those of the first: the geometric mean over the sizes.
 
     Args:
-        told: by rank and size, the seconds of the first and of the second.
+        times: by rank and size, the seconds of the first and of the second.
     """
-    slowest = np.array(told).max(axis=0)
+    slowest = np.array(times).max(axis=0)
     return math.exp(float(np.log(slowest[:, 1] / slowest[:, 0]).mean()))
 
 

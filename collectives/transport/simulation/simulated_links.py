@@ -116,11 +116,11 @@ def _fair_rates(path: Ints, capacity: Floats) -> Floats:
         used = path[:, rising]
         counts = np.bincount(used.ravel(), minlength=len(left))
         share = np.divide(left, counts, out=np.full(len(left), _UNLIMITED), where=counts > 0)
-        mine = share[used].min(axis=0)
-        tightest = mine.min()
+        limits = share[used].min(axis=0)
+        tightest = limits.min()
         if np.isinf(tightest):
             break
-        full = mine <= tightest * (1 + TOLERANCE)
+        full = limits <= tightest * (1 + TOLERANCE)
         rates[rising[full]] = tightest
         left -= np.bincount(used[:, full].ravel(), minlength=len(left)) * tightest
         np.maximum(left, 0, out=left)

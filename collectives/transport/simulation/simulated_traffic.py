@@ -95,8 +95,8 @@ class Traffic:
         stride = self._stride
         first = max(number % stride, number - (self._segments - 1) * stride)
         for now in range(first, min(number + 1, self.rounds), stride):
-            done = (number - now) // stride * self._segment
-            sums = np.concatenate([[0], np.cumsum(np.clip(self._sizes - done, 0, self._segment))])
+            sent_bytes = (number - now) // stride * self._segment
+            sums = np.concatenate([[0], np.cumsum(np.clip(self._sizes - sent_bytes, 0, self._segment))])
             steps = self._sends[:, self._send_bounds[now] : self._send_bounds[now + 1]]
             nbytes = sums[steps[_CHUNK] + steps[_SPAN]] - sums[steps[_CHUNK]]
             moving = nbytes > 0

@@ -16,7 +16,7 @@ VARIABLE = "COLLECTIVES_KEY"
 _LEAST_BYTES, _KEY_BYTES = 16, 32
 
 
-def given(environment: Mapping[str, str]) -> bytes | None:
+def from_environment(environment: Mapping[str, str]) -> bytes | None:
     """The key that the environment gives: ``COLLECTIVES_KEY``, hexadecimal.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Connecting to the store at which the ranks of a job meet, and serving it where nobody does yet: this is rank 0's."""
+"""Connecting to the store at which the ranks of a job meet. Rank 0 serves it unless another process already does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Meeting:
     Args:
         spot: which rank, where.
         key: the job's.
-        timeout: seconds until somebody must serve the store.
+        timeout: seconds within which a process must serve the store.
         key_file: the user's file from which the key is derived; empty: it was given.
 
     Attributes:
@@ -45,7 +45,7 @@ class Meeting:
         self._why: dict[int, str] = {}
 
     def connect(self) -> Store:
-        """Connect to the store. Rank 0 serves it where nobody does."""
+        """Connect to the store. Rank 0 serves it unless another process already does."""
         first = self._spot.rank == 0
         nap, end = _FIRST_NAP, time.monotonic() + (min(self._timeout, _SERVE_WITHIN) if first else self._timeout)
         try:
@@ -98,7 +98,7 @@ class Meeting:
                     f"({self.how}): {self._why[port]}"
                 ) from None
         except ConnectionRefusedError:
-            self._why[port] = "nobody listens there"
+            self._why[port] = "no process listens there"
         except OSError as error:
             self._why[port] = str(error) or "no answer"
         else:

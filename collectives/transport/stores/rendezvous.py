@@ -1,7 +1,7 @@
-"""Where ranks meet that MPI does not connect: a key-value store that one of them serves, or somebody else.
+"""Where ranks meet that MPI does not connect: a key-value store that one of them serves, or another process.
 
 What the program says comes first (``init(rendezvous=...)``, ``init(store=...)``, ``COLLECTIVES_RENDEZVOUS``), then what
-launchers say in the environment (`collectives.base.places`). Where nobody serves a store yet, rank 0 does, for as long
+launchers say in the environment (`collectives.base.places`). Where no process serves a store yet, rank 0 does, as long
 as its process lives. Under torchrun it is torch's own store, because torchrun's agent holds the port.
 """
 
@@ -54,8 +54,8 @@ class Place:
     Attributes:
         rank, size: of this process.
         store: of which all ranks have a client; None in a world of one.
-        key: the job's; None: rank 0 makes one, and the first exchange tells it to the others. Who can read a store that
-            somebody else serves can join.
+        key: the job's; None: rank 0 makes one, and the first exchange tells it to the others. A process
+            that can read a store served by another process can join.
         how: what said so; for messages.
         serves: whether this process serves the store.
     """
@@ -143,7 +143,7 @@ def find(
 
     Raises:
         InvalidArgumentError: rank and size are missing or wrong.
-        CollectiveTimeoutError: nobody served the store in time.
+        CollectiveTimeoutError: no process served the store in time.
         TransportError: something else is where the store should be, or rank 0 cannot serve it; or an MPI launcher has
             started ranks on several hosts, and says of none where it is.
     """
@@ -171,7 +171,7 @@ def _at_told(environment: Mapping[str, str], config: Config, asked: Asked, addre
     """The place that the program or the user named."""
     rank, size = _rank_and_size(environment, asked)
     how = "init(store=...)" if asked.store is not None else address
-    key = job_key.given(environment)
+    key = job_key.from_environment(environment)
     if size == 1:
         return Place(0, 1, None, key, how)
     if asked.store is not None:
@@ -224,12 +224,12 @@ def _torch_group(environment: Mapping[str, str]) -> Place | None:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     store = distributed.distributed_c10d._get_default_store()
     how = "the store of torch.distributed's default process group"
-    return None if size == 1 else Place(rank, size, store, job_key.given(environment), how)
+    return None if size == 1 else Place(rank, size, store, job_key.from_environment(environment), how)
 
 
 def _at(spot: places.Spot, environment: Mapping[str, str], config: Config) -> Place:
     """The place at a spot: connect to the store there, or serve it."""
-    key = job_key.given(environment)
+    key = job_key.from_environment(environment)
     if spot.torch and _has_torch():
         serves = spot.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         with saying_what_is_tried(

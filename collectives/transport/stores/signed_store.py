@@ -1,8 +1,8 @@
 """A client of a store in which values are JSON, and signed where the job has a key.
 
-The store may be anybody's: what it says is not unpickled. A signature is an HMAC over the value's key in the store and
-over its text. So a value that somebody else has made up, or has moved from another key, is refused. One that was at the
-same key before is not: who reads a value knows what makes it new.
+The store is not trusted: its values are never unpickled. A signature is an HMAC over the value's key in the store and
+over its text. So a value that a process without the job's key has invented, or has moved from another key, is refused.
+One that was at the same key before is not: the reader of a value knows what makes it new.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class SignedStore:
         if self._key is not None and not hmac.compare_digest(signature, _signature(self._key, key, text)):
             raise MismatchError(
                 f"rank {self._rank}: {key} in the store at which the ranks meet ({self._how}) was not signed with this "
-                "job's key: COLLECTIVES_KEY is another one on some rank, or is not set there, or somebody else writes "
-                "to that store"
+                "job's key: COLLECTIVES_KEY is another one on some rank, or is not set there, or another process "
+                "writes to that store"
             )
         try:
             return json.loads(text)
@@ -97,7 +97,7 @@ class SignedStore:
         return self.get(key) if self.has([key]) else None
 
     def find_unverified(self, key: str) -> Any:
-        """The value of a key, whoever has signed it; None if there is none, or it is no JSON."""
+        """The value of a key, its signature unchecked; None if there is none, or it is no JSON."""
         try:
             return json.loads(_divided(self._read(key))[1]) if self.has([key]) else None
         except ValueError:

@@ -116,9 +116,9 @@ class StoreServer:
         return _DONE, self._values[keys[0]] if operation == _GET else b""
 
     def _set(self, key: str, value: bytes) -> tuple[bytes, bytes]:
-        known = self._values.get(key)
-        grown = len(value) - len(known) if known is not None else len(value) + len(key)
-        if self._bytes + grown > MOST_BYTES or (known is None and len(self._values) >= MOST_KEYS):
+        old_value = self._values.get(key)
+        grown = len(value) - len(old_value) if old_value is not None else len(value) + len(key)
+        if self._bytes + grown > MOST_BYTES or (old_value is None and len(self._values) >= MOST_KEYS):
             return _REFUSED, f"the store is full: {len(self._values)} keys, {self._bytes} bytes".encode()
         self._bytes += grown
         self._values[key] = value
@@ -163,7 +163,7 @@ class Store:
         """Connect to the server, which the other methods do where that is needed.
 
         Raises:
-            OSError: nobody listens there, or nobody answers in time.
+            OSError: no process listens there, or none answers in time.
             TransportError: what listens there is no store of this job.
         """
         with self._lock:
@@ -189,7 +189,7 @@ class Store:
         """Wait for a key, and return its value.
 
         Raises:
-            CollectiveTimeoutError: nobody has set it within ``timeout``. TransportError: the store has ended.
+            CollectiveTimeoutError: no process has set it within ``timeout``. TransportError: the store has ended.
         """
         return self._awaited(_GET, [key], self.timeout)
 
@@ -224,7 +224,7 @@ class Store:
         return None if outcome == _ABSENT else answer
 
     def _answered(self, request: bytes, seconds: float) -> tuple[bytes, bytes]:
-        sock, self._sock = self._sock, None  # an answer that comes after an exception is nobody's
+        sock, self._sock = self._sock, None  # an answer that arrives after an exception belongs to no request
         answer: tuple[bytes, bytes] | None = None
         if sock is not None:
             with suppress(OSError, EOFError):

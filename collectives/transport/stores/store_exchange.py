@@ -6,13 +6,13 @@
     rank 0      concludes    sets the number a last time, once all have agreed
 
 The number is where the keys of the next exchange lie, of the same `init` or of a later one: who begins follows the
-numbers to the exchange that is not concluded. So all meet there, whoever has failed in which, and nothing of an earlier
-exchange is in the way. A rank whose attempt failed may try again, with a new nonce, while others still wait: a list
+numbers to the exchange that is not concluded. So all meet there, whichever rank failed in which, and no earlier
+exchange interferes. A rank whose attempt failed may try again, with a new nonce, while others still wait: a list
 with an older offer is not agreed to, and rank 0 proposes another one as soon as it sees the new offer. Each rank makes
 some twenty calls of the store, and rank 0 some ten for each rank.
 
 Where the job has a key, every value is signed with it (`signed_store`), and has the nonce or the number that makes it
-new. So whoever can write to the store can end the job, and not more.
+new. So a process that can write to the store can end the job, and no more.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class StoreExchange:
         """Tell the ranks that have ended the first exchange, and wait for this one, that it will not come because of an
         error."""
         with suppress(CollectivesError):  # the store may be what failed
-            # Before that nobody waits elsewhere, and what an earlier attempt has told may not be read yet. What another
-            # rank's failure has caused was told already.
+            # Before that no rank waits elsewhere, and what an earlier attempt has told may not be read yet. What
+            # another rank's failure has caused was told already.
             if self._agreed and not isinstance(error, RankFailedError):
                 why = in_words(self._rank, error)
                 self._store.set(_LEFT, {"rank": self._rank, "nonce": self._offer["nonce"], "why": why})
@@ -175,14 +175,14 @@ class StoreExchange:
                 self._set("proposed", number)
             self._check_counts(offers)
             if self._await("agreed", others):
-                said = [self._get("agreed", rank) for rank in others]
-                if all(one == number for one in said):
+                answers = [self._get("agreed", rank) for rank in others]
+                if all(one == number for one in answers):
                     # Who was contradicted looks in between.
                     poll(self._compare_sizes, 2 * _PIECE if self._sizes.contradicted else 0.0, LONGEST_NAP)
                     self._agreed = True
                     self._set("concluded", number)
                     return proposed
-                for one, offer in zip(said, offers[1:], strict=True):
+                for one, offer in zip(answers, offers[1:], strict=True):
                     if (why := _refusal(one, offer["nonce"])) is not None:
                         raise MismatchError(f"rank 0: told by {why}")
             self._check()
@@ -197,14 +197,15 @@ class StoreExchange:
             if self._await("proposed"):
                 proposed = self._get("proposed")
                 if proposed != number:
-                    found = self._get("list")
-                    if (why := _refusal(found, self._offer["nonce"])) is not None:
+                    listed = self._get("list")
+                    if (why := _refusal(listed, self._offer["nonce"])) is not None:
                         raise _KnownError(f"rank {self._rank}: told by {why}")
-                    if found["number"] == proposed and "offers" in found:  # else rank 0 is about to propose another one
-                        number, offers = proposed, found["offers"]
+                    # Otherwise rank 0 is about to propose another number.
+                    if listed["number"] == proposed and "offers" in listed:
+                        number, offers = proposed, listed["offers"]
                         self._note_server(offers[0])
-                        mine = offers[self._rank] if len(offers) == self._size else None
-                        agreed = mine is not None and mine["nonce"] == self._offer["nonce"]
+                        own_offer = offers[self._rank] if len(offers) == self._size else None
+                        agreed = own_offer is not None and own_offer["nonce"] == self._offer["nonce"]
                         if agreed:
                             self._beats.beat()  # who has just come cannot know whether the one before is new
                             self._check_counts(offers)
@@ -223,8 +224,8 @@ class StoreExchange:
         """Tell the ranks that wait for this one that it does not believe what the store says."""
         refusal: dict[str, Any] = {"number": secrets.token_hex(8), "refused": str(error)}
         if self._rank == 0:
-            found = [self._store.find_unverified(self._key("offer", rank)) for rank in range(self._size)]
-            nonces = [offer.get("nonce") for offer in found if isinstance(offer, dict)]
+            stored_offers = [self._store.find_unverified(self._key("offer", rank)) for rank in range(self._size)]
+            nonces = [offer.get("nonce") for offer in stored_offers if isinstance(offer, dict)]
             self._set("list", {**refusal, "nonces": nonces})
             self._set("proposed", refusal["number"])
         else:
@@ -328,6 +329,6 @@ class StoreExchange:
         return self._store.has([self._key(name, rank) for rank in ranks], min(_PIECE, left))
 
 
-def _refusal(said: Any, nonce: str) -> str | None:
+def _refusal(answer: Any, nonce: str) -> str | None:
     """Why a rank has refused what it read in the attempt of which a nonce is; None if it has said something else."""
-    return str(said["refused"]) if isinstance(said, dict) and nonce in said.get("nonces", ()) else None
+    return str(answer["refused"]) if isinstance(answer, dict) and nonce in answer.get("nonces", ()) else None

@@ -36,7 +36,7 @@ class StatedSizes:
         """The statement that was there when this rank began, or that it has made since."""
 
     def begin(self, key: str) -> None:
-        """Say how many ranks there are, unless somebody has said the same under this key."""
+        """State how many ranks there are, unless this key already holds the same number."""
         self._key = key
         self._known = self._store.find(key) or {}
         if self._known.get("size") != self._size:
@@ -44,15 +44,15 @@ class StatedSizes:
 
     @property
     def contradicted(self) -> bool:
-        """Whether somebody has stated another number, perhaps in an earlier attempt."""
+        """Whether a process has stated another number, perhaps in an earlier attempt."""
         return "against" in self._known
 
     def difference(self) -> str:
         """Who says what, if ranks that are here disagree; empty if they do not."""
-        said = self._store.get(self._key)
-        if said["size"] == self._size and said.get("against") in (None, self._known.get("against")):
+        statement = self._store.get(self._key)
+        if statement["size"] == self._size and statement.get("against") in (None, self._known.get("against")):
             return ""
-        self._state(against=said if said["size"] != self._size else said["against"])
+        self._state(against=statement if statement["size"] != self._size else statement["against"])
         return ", and ".join(
             f"rank {each['rank']} ({each['by']}) says that there are {each['size']} ranks"
             for each in (self._known, self._known["against"])

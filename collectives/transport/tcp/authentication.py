@@ -97,16 +97,16 @@ async def prove(sock: Connection, key: bytes, hello: bytes) -> None:
     greeting = await receive(sock, len(_GREETING))
     if greeting != _GREETING:
         raise TransportError("what listens there is no process of collectives, or of another version")
-    theirs, mine = await receive(sock, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
-    said = _LENGTH.pack(len(hello)) + hello
-    await loop.sock_sendall(sock, mine + said + _proof(key, b"dials", theirs, mine, hello))
+    peer_nonce, own_nonce = await receive(sock, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    message = _LENGTH.pack(len(hello)) + hello
+    await loop.sock_sendall(sock, own_nonce + message + _proof(key, b"dials", peer_nonce, own_nonce, hello))
     try:
         proof = await receive(sock, _PROOF_BYTES)
     except EOFError:
         raise TransportError("the process there has refused this one: its key is another, or it has ended") from None
-    if not hmac.compare_digest(proof, _proof(key, b"is dialled", theirs, mine, hello)):
+    if not hmac.compare_digest(proof, _proof(key, b"is dialled", peer_nonce, own_nonce, hello)):
         raise TransportError("the process there does not hold this job's key")
-    sock.sent, sock.received = _seals(key, theirs, mine, hello)
+    sock.sent, sock.received = _seals(key, peer_nonce, own_nonce, hello)
 
 
 class Verification:
@@ -115,7 +115,7 @@ class Verification:
     Attributes:
         greeting: is sent first.
         missing: bytes that are to be received next; 0: the other side holds the key, and gets `proof`. What comes after
-            them belongs to whoever takes the connection over.
+            them belongs to the code that takes the connection over.
         hello: the other side's.
         received, sent: the seals of the two directions.
     """
@@ -134,22 +134,24 @@ class Verification:
         Raises:
             TransportError: the other side does not hold the key.
         """
-        heard, said = self._heard, _NONCE_BYTES + _LENGTH.size
+        heard, header_bytes = self._heard, _NONCE_BYTES + _LENGTH.size
         heard += data
         self.missing -= len(data)
         if self.missing:
             return
-        theirs, (length,) = bytes(heard[:_NONCE_BYTES]), _LENGTH.unpack_from(heard, _NONCE_BYTES)
-        if len(heard) == said:
+        peer_nonce, (length,) = bytes(heard[:_NONCE_BYTES]), _LENGTH.unpack_from(heard, _NONCE_BYTES)
+        if len(heard) == header_bytes:
             if length > MOST_HELLO:
                 raise TransportError("what dialled is no process of collectives")
             self.missing = length + _PROOF_BYTES
             return
-        hello = bytes(heard[said : said + length])
-        if not hmac.compare_digest(heard[said + length :], _proof(self._key, b"dials", self._nonce, theirs, hello)):
+        hello = bytes(heard[header_bytes : header_bytes + length])
+        if not hmac.compare_digest(
+            heard[header_bytes + length :], _proof(self._key, b"dials", self._nonce, peer_nonce, hello)
+        ):
             raise TransportError("what dialled does not hold this job's key")
-        self.hello, self.proof = hello, _proof(self._key, b"is dialled", self._nonce, theirs, hello)
-        self.received, self.sent = _seals(self._key, self._nonce, theirs, hello)
+        self.hello, self.proof = hello, _proof(self._key, b"is dialled", self._nonce, peer_nonce, hello)
+        self.received, self.sent = _seals(self._key, self._nonce, peer_nonce, hello)
 
 
 async def receive(sock: socket.socket, nbytes: int) -> bytes:

@@ -11,7 +11,7 @@ call is one send and one receive.
 
 Behind the records of a message is their seal (see `authentication`); what is not as it was sent is not used. A record
 that carries a tensor is not sealed, as no tensor is, and says so with its length; a message of such records alone has
-no seal. Whoever changes one has ranks get other numbers, or see that they differ, and not more: nothing else that a
+no seal. An attacker who changes one gives ranks other numbers, or makes them differ, and no more: nothing else that a
 record says is read where the tokens differ.
 
 A record is a *token*, the number of bytes that follow, and these bytes. Ranks whose records differ in token and length

@@ -306,15 +306,15 @@ class Heart:
         name, _, text = body.partition(b"\0")
         if len(name) > _NAME_BYTES or len(text) > _TEXT_BYTES:
             raise ValueError(f"kind {number}, {len(name)} and {len(text)} bytes")
-        group, notice, said = name.decode(), Notice(number), text.decode("utf-8", "replace")
+        group, notice, reason = name.decode(), Notice(number), text.decode("utf-8", "replace")
         with self._lock:
             notices = self._groups.get(group)
             if notices is None:
                 if group not in self._early and len(self._early) >= _MOST_EARLY:
                     raise ValueError(f"of a further group, {group}, besides {_MOST_EARLY} that this rank has not made")
-                self._early.setdefault(group, {})[rank, notice] = said
+                self._early.setdefault(group, {})[rank, notice] = reason
                 return
-            notices.deliver(rank, notice, said)
+            notices.deliver(rank, notice, reason)
         self.forget(notices)
 
     def _adopt(self, body: bytes) -> None:

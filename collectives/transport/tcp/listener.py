@@ -168,7 +168,7 @@ async def dial(
 
     Raises:
         TimeoutError: no answer within ``connect_within`` seconds.
-        ConnectionRefusedError: nobody listens there.
+        ConnectionRefusedError: no process listens there.
         ConnectionError: the connection has ended, or has stood still, before the key was proved: the listener may have
             too many.
         OSError: there is no route, or the name is unknown.
@@ -190,7 +190,7 @@ async def dial(
 
 
 async def _connect(service: Service, host: str, port: int, seconds: float) -> Connection:
-    """A connection to the first address of a name at which somebody listens."""
+    """A connection to the first address of a name at which a process listens."""
     loop = asyncio.get_running_loop()
     *others, last = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for family, kind, protocol, _, address in others:

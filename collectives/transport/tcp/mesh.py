@@ -1,7 +1,7 @@
 """The network of a job's processes: authenticated connections between any two of them.
 
 A connection belongs to a *channel*: a text that both ends know. Of two ranks that open a channel to each other the
-higher dials and waits for nobody, because connections are accepted by a thread of their own; the lower takes the
+higher dials and waits for no rank, because connections are accepted by a thread of their own; the lower takes the
 connection that arrives. So ranks may open channels in any order: the highest waits for none, and the others only for
 higher ones.
 """
@@ -95,16 +95,16 @@ class Mesh:
             InvalidArgumentError, TransportError: no interface serves.
             MismatchError: some ranks were given a key, and others were not.
         """
-        mine = (make_key() if key is None else b"").hex() if rank == 0 else ""
-        here = [network.identity(), network.stack(), network.addresses()]
-        said = exchange([*here, mine, secrets.token_hex(8), key is not None])
-        hosts, stacks, offers, made, nonces, given = zip(*said, strict=True)
-        if len(set(given)) > 1:
-            without = ", ".join(str(peer) for peer, has in enumerate(given) if not has)
+        own_key = (make_key() if key is None else b"").hex() if rank == 0 else ""
+        own_host = [network.identity(), network.stack(), network.addresses()]
+        answers = exchange([*own_host, own_key, secrets.token_hex(8), key is not None])
+        hosts, stacks, offers, keys, nonces, have_keys = zip(*answers, strict=True)
+        if len(set(have_keys)) > 1:
+            without = ", ".join(str(peer) for peer, has in enumerate(have_keys) if not has)
             raise MismatchError(
                 f"rank {rank}: COLLECTIVES_KEY is set on some ranks, but not on {without}: set it on all, or on none"
             )
-        key = key if key is not None else bytes.fromhex(made[0])
+        key = key if key is not None else bytes.fromhex(keys[0])
         job = nonces[0]
         address = network.address_of(interface) if interface else network.choose(stacks, offers, rank)
         if network.is_loopback(address) and len(set(stacks)) > 1:
@@ -191,7 +191,7 @@ class Mesh:
                 where = network.joined(*self.addresses[peer])
                 if refused:
                     raise RankFailedError(
-                        f"rank {self.rank}: {self._called(peer)} has ended: nobody listens at {where} any more ({why})"
+                        f"rank {self.rank}: {self._called(peer)} has ended: no process listens at {where} ({why})"
                     ) from None
                 if dropped:
                     raise TransportError(
@@ -265,10 +265,10 @@ class Links:
 
     def serve(self, prefix: str, served: Served) -> None:
         """See `Mesh.serve`."""
-        known = {member: rank for rank, member in enumerate(self.members)}
+        rank_of = {member: rank for rank, member in enumerate(self.members)}
         start = len(self.group) + 1
         self.mesh.serve(
-            f"{self.group}/{prefix}", lambda peer, channel, sock: served(known[peer], channel[start:], sock)
+            f"{self.group}/{prefix}", lambda peer, channel, sock: served(rank_of[peer], channel[start:], sock)
         )
 
     def end_serving(self, prefix: str) -> None:
@@ -309,9 +309,9 @@ class Inbox:
             if channel.startswith(prefix):
                 served(peer, channel, sock)
                 return
-        known = self._arrived.pop((peer, channel), None)
-        if known is not None:
-            known.close()  # the peer has given it up, and has dialled again
+        earlier = self._arrived.pop((peer, channel), None)
+        if earlier is not None:
+            earlier.close()  # the peer has given it up, and has dialled again
         self._arrived[peer, channel] = sock
         awaited = self._awaited.get((peer, channel))
         if awaited is not None:
@@ -340,6 +340,6 @@ class Inbox:
         self._served.pop(prefix, None)
 
     def close(self) -> None:
-        """Close what nobody has taken."""
+        """Close the connections that were never taken."""
         while self._arrived:
             self._arrived.popitem()[1].close()

@@ -43,41 +43,41 @@ def stack() -> str:
 def addresses() -> dict[str, list[str]]:
     """The addresses of each interface that has any, by the interface's name: the one of IPv4, then those of IPv6 that
     lead beyond one link."""
-    found: dict[str, list[str]] = {}
+    by_interface: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
                 request = struct.pack("16s240x", name.encode()[:15])
-                found[name] = [socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])]
+                by_interface[name] = [socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])]
     with suppress(OSError):
         for line in _OF_IPV6.read_text(encoding="ascii").splitlines():
             digits, *_, name = line.split()
             address = ipaddress.IPv6Address(bytes.fromhex(digits))
             if not address.is_link_local:
-                found.setdefault(name, []).append(str(address))
-    return found
+                by_interface.setdefault(name, []).append(str(address))
+    return by_interface
 
 
-def address_of(wanted: str) -> str:
+def address_of(setting: str) -> str:
     """This host's address by the setting ``network_interface``: an interface's name, an address, or a network such as
     ``10.0.0.0/8``; several separated by commas, of which the first that is found counts.
 
     Raises:
         InvalidArgumentError: there is none.
     """
-    known = addresses()
-    every = [address for of_one in known.values() for address in of_one]
-    for word in filter(None, (part.strip() for part in wanted.split(","))):
-        if word in known:
-            return known[word][0]
+    interfaces = addresses()
+    every = [address for of_one in interfaces.values() for address in of_one]
+    for word in filter(None, (part.strip() for part in setting.split(","))):
+        if word in interfaces:
+            return interfaces[word][0]
         with suppress(ValueError):
             network = ipaddress.ip_network(word, strict=False)
             for address in every:
                 if ipaddress.ip_address(address) in network:
                     return address
-    listed = ", ".join(f"{name} ({', '.join(of_one)})" for name, of_one in known.items())
+    listed = ", ".join(f"{name} ({', '.join(of_one)})" for name, of_one in interfaces.items())
     raise InvalidArgumentError(
-        f"network interface {wanted!r}: expected the name, address or network of an interface of "
+        f"network interface {setting!r}: expected the name, address or network of an interface of "
         f"{socket.gethostname()}, which has {listed or 'none'}"
     )
 
@@ -91,8 +91,8 @@ def address_towards(host: str) -> str:
     family, kind, protocol, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
-        found: str = probe.getsockname()[0]
-        return found
+        own_address: str = probe.getsockname()[0]
+        return own_address
 
 
 def is_loopback(address: str) -> bool:
@@ -120,8 +120,8 @@ def choose(hosts: Sequence[str], offers: Sequence[Mapping[str, Sequence[str]]], 
     # Addresses that several hosts have, of container bridges for instance, lead nowhere.
     owners: dict[str, set[str]] = {}
     every = [[address for of_one in offer.values() for address in of_one] for offer in offers]
-    for host, known in zip(hosts, every, strict=True):
-        for address in known:
+    for host, host_addresses in zip(hosts, every, strict=True):
+        for address in host_addresses:
             owners.setdefault(address, set()).add(host)
 
     def leads(address: str) -> bool:
@@ -129,13 +129,14 @@ def choose(hosts: Sequence[str], offers: Sequence[Mapping[str, Sequence[str]]], 
 
     for version in (4, 6):  # of these the first that all hosts have, so that all ranks decide alike
         offered = [
-            [one for one in known if leads(one) and ipaddress.ip_address(one).version == version] for known in every
+            [one for one in host_addresses if leads(one) and ipaddress.ip_address(one).version == version]
+            for host_addresses in every
         ]
-        for host, known in zip(hosts, offered if all(offered) else (), strict=False):
-            for address in known if host != hosts[rank] else ():
+        for host, host_addresses in zip(hosts, offered if all(offered) else (), strict=False):
+            for address in host_addresses if host != hosts[rank] else ():
                 with suppress(OSError):
-                    if leads(mine := address_towards(address)):
-                        return mine
+                    if leads(own_address := address_towards(address)):
+                        return own_address
     raise TransportError(
         f"rank {rank}: no network interface of {socket.gethostname()} ({dict(offers[rank])}) leads to the other hosts "
         f"({', '.join(str(dict(offer)) for offer in offers)}); name one with COLLECTIVES_NETWORK_INTERFACE"

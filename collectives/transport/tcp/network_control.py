@@ -51,7 +51,7 @@ class ControlChannel(Protocol):
         """Raise RankFailedError if a rank has failed."""
 
     def quiet(self) -> bool:
-        """Wait for a bounded time until no notice is in flight. Returns whether that came about."""
+        """Wait for a bounded time until no notice is in flight. Returns True if none remains."""
 
 
 class Words(Protocol):
@@ -156,8 +156,8 @@ class NetworkControl:
     def relax(self) -> None:
         backoff.yield_core()
 
-    def tells(self, told: Sequence[tuple[int, int, int]]) -> bool:
-        return all(list(self.words_of(peer)[:2]) == [first, second] for peer, first, second in told)
+    def tells(self, expected: Sequence[tuple[int, int, int]]) -> bool:
+        return all(list(self.words_of(peer)[:2]) == [first, second] for peer, first, second in expected)
 
     def exchange(self, value: Any) -> list[Any]:
         return self._exchange(value)

@@ -48,7 +48,7 @@ class Running(Generic[T]):
     def _end(self, task: asyncio.Task[T]) -> None:
         self._service.tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # asyncio logs those that nobody has looked at
+            task.exception()  # asyncio logs exceptions that were never retrieved
         self._finished.set()
 
     def done(self) -> bool:

@@ -169,6 +169,6 @@ class TcpChannel:
         self._notices.close()
 
     def disconnect(self) -> None:
-        """Close the connections; the notices are still somebody else's."""
+        """Close the connections; the notices stay open, for others still use them."""
         close_all(self._connections.values(), CLOSE_WITHIN)
         self._connections.clear()

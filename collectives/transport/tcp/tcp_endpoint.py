@@ -2,8 +2,8 @@
 
 A rank dials a connection to each peer that it sends to, with its first message. Envelopes, small payloads, and those
 large ones that the peer has accepted go that way; what the peer accepts or refuses comes back on the same connection.
-Connections are made and accepted by the network's thread; whoever advances the endpoint reads and writes, and never
-waits.
+Connections are made and accepted by the network's thread; the thread that advances the endpoint reads and writes, and
+never waits.
 """
 
 from __future__ import annotations

@@ -46,17 +46,17 @@ def connect(
         InvalidArgumentError: there is no such network interface.
     """
     mesh = Mesh.join(exchange, rank, key, interface=config.network_interface)
-    heart, everybody = None, range(mesh.size)
+    heart, all_ranks = None, range(mesh.size)
     try:
         heart = Heart(mesh, config.peer_timeout, config.timeout, check)
-        wiring = TcpWiring(mesh, heart, OUTERMOST, everybody, config, partial(_end, mesh, heart), check)
+        wiring = TcpWiring(mesh, heart, OUTERMOST, all_ranks, config, partial(_end, mesh, heart), check)
         wiring.watch(check)  # the heart does not listen yet: a rank that cannot connect is no rank that has died
         wiring.channel.exchange(None)
         heart.start()
-        return make_group(wiring, config, everybody)
+        return make_group(wiring, config, all_ranks)
     except BaseException as error:
         if heart is not None:
-            heart.abandon(OUTERMOST, everybody, error)
+            heart.abandon(OUTERMOST, all_ranks, error)
         mesh.close()
         raise
 

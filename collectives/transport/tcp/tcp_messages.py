@@ -4,7 +4,7 @@ Both ranks know the length of every message, and their order: a connection carri
 ranks are a few connections, *lanes*, which are made when the first message is posted. Small messages take the first
 lane, large ones are divided among all, alike on both sides.
 
-Nothing moves while nobody waits, but for what the system's buffers take.
+Nothing moves while no thread waits, except what fits into the system's buffers.
 """
 
 from __future__ import annotations
@@ -192,14 +192,14 @@ class TcpMessages:
         try:
             while outgoing:
                 block = outgoing[0]
-                wanted = min(len(block), _SEND_BYTES)
-                sent = sock.send(block[:wanted])
+                nbytes = min(len(block), _SEND_BYTES)
+                sent = sock.send(block[:nbytes])
                 moved = True
                 if sent < len(block):
                     outgoing[0] = block[sent:]
                 else:
                     outgoing.popleft()
-                if sent < wanted or lane.incoming:
+                if sent < nbytes or lane.incoming:
                     break
         except BlockingIOError:
             pass
@@ -242,7 +242,7 @@ class TcpMessages:
                 lane.interest = interest
                 watched[lane.sock.fileno()] = lane
         for descriptor, lane in list(watched.items()):
-            if lane not in self._active:  # its connection may end without anybody minding
+            if lane not in self._active:  # its connection may end without harm
                 poll.unregister(descriptor)
                 lane.interest = 0
                 del watched[descriptor]

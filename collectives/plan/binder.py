@@ -121,13 +121,13 @@ class Binder:
         length, peer, itemsize, store = self._blocks.length(action.size), action.peer, self._itemsize, memory.store
         assert action.target is not None
         here, there = self._blocks.own_address(source), self._blocks.peer_address(peer, action.target)
-        block, theirs = self._blocks.own(source), self._blocks.mapped(peer, action.target)
+        block, remote = self._blocks.own(source), self._blocks.mapped(peer, action.target)
 
         def push(segment: int) -> None:
             n = length(segment)
             if n <= 0:
                 return
-            into = theirs(segment, n)
+            into = remote(segment, n)
             if into is None:
                 store(peer, there(segment), here(segment), n * itemsize)
             else:
@@ -168,12 +168,13 @@ class Binder:
         if target.space is not Space.OUTPUT:
             return None
         if action.medium is Medium.WINDOW and source.space is Space.WINDOW and self._segments == 1:
-            theirs, staged = self._blocks.in_slots(action.peer, source, action.size), self._staged and action.after == 0
+            in_slots = self._blocks.in_slots(action.peer, source, action.size)
+            staged = self._staged and action.after == 0
             if action.verb is Verb.TAKE:
-                return fast_paths.take_from_window(state, theirs, target, action.size, wait, staged)
+                return fast_paths.take_from_window(state, in_slots, target, action.size, wait, staged)
             if operand is not None and operand.space is Space.INPUT and kernel is not None:
                 return fast_paths.reduce_from_window(
-                    state, theirs, operand, target, action.size, wait, staged, kernel, finish
+                    state, in_slots, operand, target, action.size, wait, staged, kernel, finish
                 )
         if action.medium.in_place and action.verb is Verb.REDUCE and action.after < 0:
             assert memory is not None and operand is not None and kernel is not None
@@ -192,10 +193,11 @@ class Binder:
             own = self._blocks.in_slots(self._group.rank, source, action.size)
             return fast_paths.take_from_window(self._state, own, target, action.size, wait, False)
         assert operand is not None and also is not None and self._kernel is not None
-        theirs, staged = self._blocks.in_slots(action.peer, source, action.size), self._staged and action.after == 0
+        in_slots = self._blocks.in_slots(action.peer, source, action.size)
+        staged = self._staged and action.after == 0
         finish = self._finish if action.finish else None
         return fast_paths.reduce_in_window(
-            self._state, theirs, operand, also, action.size, wait, staged, self._kernel, finish
+            self._state, in_slots, operand, also, action.size, wait, staged, self._kernel, finish
         )
 
     def _copy_own(self, action: Action) -> Do:
@@ -260,12 +262,12 @@ class Binder:
             n = length(segment)
             if n <= 0:
                 return
-            message, mine, theirs, out = arrival[0], operand(segment, n), value(segment, n), target(segment, n)
+            message, own_block, peer_block, out = arrival[0], operand(segment, n), value(segment, n), target(segment, n)
             for at in range(0, n, part):
                 end = min(at + part, n)
                 await_arrival(message, end * itemsize)
                 into = out[at:end]
-                kernel(mine[at:end], theirs[at:end], into)
+                kernel(own_block[at:end], peer_block[at:end], into)
                 if finish is not None:
                     finish(into, into)
             if also is not None:
@@ -285,14 +287,14 @@ class Binder:
                 self._blocks.own_address(action.target),
                 memory.fetch,
             )
-            theirs = self._blocks.mapped(peer, action.source)
+            remote = self._blocks.mapped(peer, action.source)
 
             def take_directly(segment: int) -> None:
                 n = length(segment)
                 if n <= 0:
                     return
                 wait(segment)
-                block = theirs(segment, n)
+                block = remote(segment, n)
                 if block is None:
                     fetch(peer, there(segment), here(segment), n * itemsize)
                 else:
@@ -329,10 +331,10 @@ class Binder:
         memory, scratch, itemsize = self._group.memory, self._scratch, self._itemsize
         assert memory is not None
         there, fetch, state = self._blocks.peer_address(peer, source), memory.fetch, self._state
-        theirs = self._blocks.mapped(peer, source)
+        remote = self._blocks.mapped(peer, source)
 
         def value(segment: int, n: int) -> Array:
-            block = theirs(segment, n)
+            block = remote(segment, n)
             if block is not None:
                 return block
             fetch(peer, there(segment), state.scratch_at, n * itemsize)

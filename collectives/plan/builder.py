@@ -196,7 +196,7 @@ class Plans(Builder[Choice, Plan]):
             fullest > 0,
         )
         if choice.medium.in_place and not self._placement.one_host:
-            # A rank that is alone on its host has nobody to tell, but all enter the round with equally many words.
+            # A rank that is alone on its host has no peer to tell, but all enter the round with equally many words.
             plan.needs_addresses = any(len(host) > 1 for host in self._placement.hosts)
         if algorithm.owner_pushes and choice.medium is Medium.MAPPED:
             start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]

@@ -166,7 +166,7 @@ def reduce_directly(
     assert source is not None and operand is not None and target is not None
     peer, size, which = action.peer, action.size, 0 if source.space is Space.INPUT else 1
     there, here, own, from_input = source.offset, target.offset, operand.offset, operand.space is Space.INPUT
-    theirs = state.outputs if which else state.inputs
+    peer_tensors = state.outputs if which else state.inputs
 
     def reduce(segment: int) -> None:
         at = segment * block
@@ -175,16 +175,16 @@ def reduce_directly(
             n = block
         elif n <= 0:
             return
-        tensor = theirs[peer]
+        tensor = peer_tensors[peer]
         if tensor is None:
             fetch(peer, state.addresses[peer][which] + (there + at) * itemsize, state.scratch_at, n * itemsize)
             value = scratch[0][:n]
         else:
             value = tensor[there + at : there + at + n]
         output = state.output
-        mine = state.input if from_input else output
+        own_tensor = state.input if from_input else output
         out = output[here + at : here + at + n]
-        kernel(out if mine is output and own == here else mine[own + at : own + at + n], value, out)
+        kernel(out if own_tensor is output and own == here else own_tensor[own + at : own + at + n], value, out)
         if finish is not None:
             finish(out, out)
 
@@ -196,7 +196,7 @@ def push_directly(state: ExecutorState, store: Move, action: Action, block: int,
     source, target = action.source, action.target
     assert source is not None and target is not None
     peer, size, here, there = action.peer, action.size, source.offset, target.offset
-    from_input, theirs = source.space is Space.INPUT, state.outputs
+    from_input, peer_tensors = source.space is Space.INPUT, state.outputs
 
     def push(segment: int) -> None:
         at = segment * block
@@ -205,10 +205,10 @@ def push_directly(state: ExecutorState, store: Move, action: Action, block: int,
             n = block
         elif n <= 0:
             return
-        tensor = theirs[peer]
+        tensor = peer_tensors[peer]
         if tensor is not None:
-            mine = state.input if from_input else state.output
-            tensor[there + at : there + at + n] = mine[here + at : here + at + n]
+            own_tensor = state.input if from_input else state.output
+            tensor[there + at : there + at + n] = own_tensor[here + at : here + at + n]
             return
         own = state.input_at if from_input else state.output_at
         store(peer, state.addresses[peer][1] + (there + at) * itemsize, own + (here + at) * itemsize, n * itemsize)

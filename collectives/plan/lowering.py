@@ -36,23 +36,23 @@ def compile_program(
             while the next is written.
         packed: the input exists in the window only, where staging packs it.
     """
-    known: dict[int, Versions] = {}
+    versions: dict[int, Versions] = {}
 
     def versions_of(peer: int) -> Versions:
-        if peer not in known:
-            known[peer] = Versions(schedule_of(peer), layout, block, medium_of, staged, versioned)
-        return known[peer]
+        if peer not in versions:
+            versions[peer] = Versions(schedule_of(peer), layout, block, medium_of, staged, versioned)
+        return versions[peer]
 
-    mine = versions_of(rank)
-    lowering = _Lowering(mine, versions_of, layout, medium_of, staged, packed)
-    rounds = tuple(lowering.round(number) for number in range(len(mine.rounds)))
+    own = versions_of(rank)
+    lowering = _Lowering(own, versions_of, layout, medium_of, staged, packed)
+    rounds = tuple(lowering.round(number) for number in range(len(own.rounds)))
     held = sum(action.verb is Verb.REDUCE or action.detour for each in rounds for action in each.receives)
     return Program(
         (*((lowering.stage(),) if staged else ()), *rounds),
         tuple(sorted(lowering.touched.items())),
-        mine.window_elements,
-        bool(mine.window_index),
-        tuple(chunk for chunk in sorted(mine.inputs) if chunk not in mine.staged_chunks),
+        own.window_elements,
+        bool(own.window_index),
+        tuple(chunk for chunk in sorted(own.inputs) if chunk not in own.staged_chunks),
         held,
     )
 
@@ -78,31 +78,31 @@ class _Lowering:
 
     def __init__(
         self,
-        mine: Versions,
+        own: Versions,
         versions_of: Callable[[int], Versions],
         layout: Layout,
         medium_of: Callable[[int, int], Medium],
         staged: bool,
         packed: bool,
     ) -> None:
-        self._mine, self._versions_of = mine, versions_of
+        self._own_versions, self._versions_of = own, versions_of
         self._sizes, self._medium_of = layout.sizes, medium_of
         self._staged, self._packed = staged, packed
         self.touched: dict[int, int] = {}
 
     def stage(self) -> RoundProgram:
         """The round before the first, which copies into the window what peers read."""
-        mine = self._mine
+        own = self._own_versions
         actions = [
-            self._own(Verb.STAGE, chunk, mine.place(chunk, 0), mine.window_place(chunk, 0))
-            for chunk in sorted(mine.staged_chunks)
+            self._own(Verb.STAGE, chunk, own.place(chunk, 0), own.window_place(chunk, 0))
+            for chunk in sorted(own.staged_chunks)
         ]
         return RoundProgram((), (), (), tuple(actions), False)
 
     def round(self, number: int) -> RoundProgram:
         """Lower one round of the schedule."""
-        mine, steps = self._mine, self._mine.rounds[number]
-        media = [self._medium_of(mine.rank, step.peer) for step in steps]
+        own, steps = self._own_versions, self._own_versions.rounds[number]
+        media = [self._medium_of(own.rank, step.peer) for step in steps]
         leaving = {
             step.chunk
             for step, medium in zip(steps, media, strict=True)
@@ -113,51 +113,51 @@ class _Lowering:
         rest: list[Action] = []
         for step, medium in zip(steps, media, strict=True):
             if step.kind is StepKind.COPY:
-                home = Place(Space.OUTPUT, mine.outputs[step.chunk])
-                rest.append(self._own(Verb.TAKE, step.chunk, mine.place(step.chunk, 0), home))
+                home = Place(Space.OUTPUT, own.outputs[step.chunk])
+                rest.append(self._own(Verb.TAKE, step.chunk, own.place(step.chunk, 0), home))
             elif step.kind is not StepKind.SEND:
                 rest += self._receive(number, step, medium, leaving)
             elif medium is Medium.MESSAGE:
                 sends.append(self._send(Verb.SEND, step, medium))
             elif medium.in_place and step.push:
                 peer = self._versions_of(step.peer)
-                version = peer.receive(number, mine.rank, step.index).version + 1
+                version = peer.receive(number, own.rank, step.index).version + 1
                 pushes.append(self._send(Verb.PUSH, step, medium, peer.place(step.chunk, version)))
-            elif medium.in_place and mine.place(step.chunk, step.version).space is not Space.WINDOW:
+            elif medium.in_place and own.place(step.chunk, step.version).space is not Space.WINDOW:
                 self.touched[step.peer] = number
         receives = tuple(action for action in rest if action.medium is Medium.MESSAGE)
         return RoundProgram(
-            receives, tuple(sends), tuple(pushes), tuple(rest), not leaving.isdisjoint(mine.written_in(number))
+            receives, tuple(sends), tuple(pushes), tuple(rest), not leaving.isdisjoint(own.written_in(number))
         )
 
     def _own(self, verb: Verb, chunk: int, source: Place, target: Place) -> Action:
-        return Action(verb, Medium.WINDOW, self._mine.rank, self._sizes[chunk], source, target=target)
+        return Action(verb, Medium.WINDOW, self._own_versions.rank, self._sizes[chunk], source, target=target)
 
     def _send(self, verb: Verb, step: ChunkValue, medium: Medium, target: Place | None = None) -> Action:
-        source = self._mine.place(step.chunk, step.version)
+        source = self._own_versions.place(step.chunk, step.version)
         return Action(verb, medium, step.peer, self._sizes[step.chunk], source, target=target)
 
     def _receive(self, number: int, step: ChunkValue, medium: Medium, leaving: set[int]) -> list[Action]:
         """Lower a receive, with or without a reduction; nothing is left of a pushed block that is not read again."""
-        mine, chunk, peer, size = self._mine, step.chunk, step.peer, self._sizes[step.chunk]
-        source, after, target, returned = None, -1, mine.place(chunk, step.version + 1), False
-        also = mine.second_place(chunk, step.version + 1)
-        if peer == mine.rank:
+        own, chunk, peer, size = self._own_versions, step.chunk, step.peer, self._sizes[step.chunk]
+        source, after, target, returned = None, -1, own.place(chunk, step.version + 1), False
+        also = own.second_place(chunk, step.version + 1)
+        if peer == own.rank:
             medium = Medium.WINDOW
-            source = mine.window_place(chunk, 0) if chunk in mine.staged_chunks else mine.place(chunk, step.before)
+            source = own.window_place(chunk, 0) if chunk in own.staged_chunks else own.place(chunk, step.before)
         elif medium.in_place and step.push:
             self.touched[peer] = number
-            again = mine.read_later(number, chunk)
+            again = own.read_later(number, chunk)
             return [Action(Verb.AWAIT, medium, peer, size, None, after=number)] if again else []
         elif medium is not Medium.MESSAGE:
-            theirs = self._versions_of(peer)
-            sent = theirs.send(number, mine.rank, step.index)
+            peer_versions = self._versions_of(peer)
+            sent = peer_versions.send(number, own.rank, step.index)
             after = sent.written + self._staged  # Staging is the round before the first.
-            if (chunk, sent.version) in theirs.returned:
-                source, returned = mine.window_place(chunk, 0), True
+            if (chunk, sent.version) in peer_versions.returned:
+                source, returned = own.window_place(chunk, 0), True
             else:
-                source = theirs.place_for_peers(chunk, sent.version)
-            if step.kind is StepKind.REDUCE and (chunk, step.version + 1) in mine.returned:
+                source = peer_versions.place_for_peers(chunk, sent.version)
+            if step.kind is StepKind.REDUCE and (chunk, step.version + 1) in own.returned:
                 target, also, returned = source, target, True
         action = Action(
             Verb.REDUCE if step.kind is StepKind.REDUCE else Verb.TAKE,
@@ -169,7 +169,7 @@ class _Lowering:
             target,
             also,
             after,
-            mine.finishes(step, self._versions_of),
+            own.finishes(step, self._versions_of),
             medium is Medium.MESSAGE and chunk in leaving,
             returned,
         )
@@ -179,6 +179,6 @@ class _Lowering:
         """Where a reduction finds this rank's own value."""
         if step.kind is not StepKind.REDUCE:
             return None
-        if self._packed and step.version == 0 and step.chunk in self._mine.staged_chunks:
-            return self._mine.window_place(step.chunk, 0)
-        return self._mine.place(step.chunk, step.version)
+        if self._packed and step.version == 0 and step.chunk in self._own_versions.staged_chunks:
+            return self._own_versions.window_place(step.chunk, 0)
+        return self._own_versions.place(step.chunk, step.version)

@@ -1,7 +1,7 @@
 """Mapped loops: the shortest way through the plans that carry out most calls on mapped tensors.
 
 Where every block is read from a peer's input, no rank waits for another in the middle of the call. The ranks meet
-twice: before, when all tensors are there, and after, when nobody reads or writes them any more. What `binder` and
+twice: before, when all tensors are there, and after, when no rank reads or writes them any more. What `binder` and
 `executor` do in general is then one loop over NumPy arrays, which halves the time of small tensors:
 
 - `MappedReduction`: the direct all-reduce and reduce-scatter. Each rank combines its chunk of all ranks' tensors block
@@ -77,18 +77,18 @@ class MappedReduction:
     def cut(self, views: Views) -> Any:
         blocks = []
         for cut, at in self._cuts:
-            first, *others = [theirs[cut] for theirs, _ in views]
+            first, *rest = [source[cut] for source, _ in views]
             targets = tuple(target[at] for _, target in views) if self._pushes else ()
-            blocks.append((cut, at, first, tuple(others), targets))
+            blocks.append((cut, at, first, tuple(rest), targets))
         return blocks
 
     def run(self, source: Array, out: Array, blocks: Any) -> None:
         kernel, finish = self._kernel, self._finish
         in_place = source is out
-        for cut, at, first, others, targets in blocks:
+        for cut, at, first, rest, targets in blocks:
             result = out[at]
             kernel(result if in_place else source[cut], first, result)
-            for block in others:
+            for block in rest:
                 kernel(result, block, result)
             if finish is not None:
                 finish(result, result)

@@ -59,18 +59,18 @@ def combination(
     if any(action.verb is not Verb.REDUCE or action.operand != _OUTPUT for action in others):
         return None
     own = blocks.in_slots(rank, staged.target, staged.size)
-    found = [
+    operands = [
         blocks.in_slots(action.peer, action.source, action.size)
         for action in combine.rest
         if action.source is not None and action.source.space is Space.WINDOW
     ]
-    if len(found) != len(combine.rest):
+    if len(operands) != len(combine.rest):
         return None
     if first.verb is Verb.REDUCE and first.operand == _INPUT:
-        found.insert(0, own)
+        operands.insert(0, own)
     elif first.verb is not Verb.TAKE or not others:
         return None
-    return Combination(own, found, kernel, finish if combine.rest[-1].finish else None)
+    return Combination(own, operands, kernel, finish if combine.rest[-1].finish else None)
 
 
 class OneReduction:

@@ -104,7 +104,9 @@ class Crossovers:
     """Bytes that a rank receives from all others, where the data travels with the words of the round."""
 
 
-def known(collective: str, algorithm: str | None, names: Sequence[str], tensors: str = "") -> Algorithm | None:
+def forced_algorithm(
+    collective: str, algorithm: str | None, names: Sequence[str], tensors: str = ""
+) -> Algorithm | None:
     """The algorithm that a call forces, or None where it leaves the choice to the planner.
 
     Args:
@@ -178,7 +180,7 @@ class Planner:
             TransportError: it is known, but cannot serve these ranks.
         """
         names, size = registry.on_host(collective), self.placement.size
-        forced = known(collective, algorithm, names)
+        forced = forced_algorithm(collective, algorithm, names)
         if forced is None and self._algorithm in names:
             forced = registry.find(collective, self._algorithm)
         medium, why_medium = self._medium(collective, nbytes, transport, forced, mapped, pieces)

@@ -7,7 +7,7 @@
 * A copy makes no version, so that peers go on reading the input.
 * With two ranks, a reduced value that is pushed back to the only peer replaces, in that peer's window, the value that
   it was combined with. A rank that overwrites what its peer has last read waits for the other core, line by line
-  (measured: up to 10 times as long, if the cores share no cache); this way, whoever has read a line writes it next.
+  (measured: up to 10 times as long, if the cores share no cache); this way, the last reader of a line writes it next.
 """
 
 from __future__ import annotations

@@ -41,11 +41,11 @@ def unpack(
         if n <= 0:
             return
         wait(segment)
-        theirs = value(segment, n)
+        packed = value(segment, n)
         if into is not None:
-            into(segment, n)[...] = theirs
+            into(segment, n)[...] = packed
         if outputs is not None:
-            _scatter(pieces, pieces.cut(outputs + segment * block, n), theirs)
+            _scatter(pieces, pieces.cut(outputs + segment * block, n), packed)
 
     return unpack
 
@@ -85,27 +85,27 @@ def reduce(
         if n <= 0:
             return
         wait(segment)
-        theirs, at = value(segment, n), segment * block
+        peer_block, at = value(segment, n), segment * block
         if own is None:
-            mine = pieces.operands if from_inputs else pieces.outs
+            own_tensors = pieces.operands if from_inputs else pieces.outs
             cut = pieces.cut(start + at, n)
-            if _are_large(cut, theirs):
+            if _are_large(cut, peer_block):
                 result = into(segment, n) if into is not None else None
                 for number, first, last, begin, end in cut:
                     out = result[begin:end] if result is not None else pieces.outs[number][first:last]
-                    kernel(mine[number][first:last], theirs[begin:end], out)
+                    kernel(own_tensors[number][first:last], peer_block[begin:end], out)
                     if finish is not None:
                         finish(out, out)
                 if result is not None and outputs is not None:
                     _scatter(pieces, pieces.cut(outputs + at, n), result)
                 return
             gathered = scratch[0][:n] if into is None or into is value else into(segment, n)
-            result = theirs if into is value else gathered
-            pieces.gather_from(mine, start + at, n, gathered)
-            kernel(gathered, theirs, result)
+            result = peer_block if into is value else gathered
+            pieces.gather_from(own_tensors, start + at, n, gathered)
+            kernel(gathered, peer_block, result)
         else:
             result = into(segment, n) if into is not None else scratch[0][:n]
-            kernel(own(segment, n), theirs, result)
+            kernel(own(segment, n), peer_block, result)
         if finish is not None:
             finish(result, result)
         if outputs is not None:

@@ -563,7 +563,7 @@ def a_process_set_of_one(world: World) -> None:
 # ---- joining
 
 
-def everybody_joins(world: World) -> None:
+def all_ranks_join(world: World) -> None:
     for _ in range(3):
         last = world.join()
         assert 0 <= last < world.size and world.allgather_object(last) == [last] * world.size
@@ -744,7 +744,7 @@ SCENARIOS: list[Callable[[World], None]] = [
     overlapping_process_sets,
     mistakes_in_a_process_set,
     a_process_set_of_one,
-    everybody_joins,
+    all_ranks_join,
     every_reduction_after_a_join,
     every_collective_after_a_join,
     a_broadcast_from_a_rank_that_has_joined,

@@ -61,9 +61,9 @@ def with_rows(view: View | DeviceView, collective: str) -> None:
         )
 
 
-def splits(given: Any, rows: int, size: int) -> tuple[int, ...]:
-    """The number of rows for each rank; ``given`` None: equally many."""
-    if given is None:
+def splits(value: Any, rows: int, size: int) -> tuple[int, ...]:
+    """The number of rows for each rank; ``value`` None: equally many."""
+    if value is None:
         if rows % size:
             raise InvalidArgumentError(
                 f"splits: None divides the first dimension evenly, but {rows} rows are not divisible by {size} "
@@ -71,14 +71,14 @@ def splits(given: Any, rows: int, size: int) -> tuple[int, ...]:
             )
         return (rows // size,) * size
     try:
-        counts = np.asarray(given)
+        counts = np.asarray(value)
     except Exception:
         counts = np.empty(0, object)
     if counts.dtype.kind not in "iu" and counts.size:
-        raise InvalidSplitsError(f"splits: expected {size} integers, one per rank, got {given!r}")
+        raise InvalidSplitsError(f"splits: expected {size} integers, one per rank, got {value!r}")
     values = tuple(int(count) for count in counts.reshape(-1))
     if counts.ndim != 1 or len(values) != size:
-        raise InvalidArgumentError(f"splits: expected a 1-D sequence of {size} integers, one per rank, got {given!r}")
+        raise InvalidArgumentError(f"splits: expected a 1-D sequence of {size} integers, one per rank, got {value!r}")
     if min(values) < 0 or sum(values) != rows:
         raise InvalidArgumentError(
             f"splits: expected numbers >= 0 that sum to the tensor's {rows} rows, got {values} (sum {sum(values)})"

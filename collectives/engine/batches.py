@@ -17,7 +17,7 @@ from collectives.engine.buffer_bucket import BufferBucket
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.located import one_tensor
-from collectives.engine.negotiation import STARVING
+from collectives.engine.negotiation import OUT_OF_MEMORY
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import AdasumTensor, Task, Words
 from collectives.plan.planner import Choice
@@ -139,13 +139,13 @@ class Batch:
         context = self._context
         timeline = context.timeline
         for position, (task, members) in enumerate(self.tasks):
-            mine = handles if len(self.tasks) == 1 else [handles[number] for number in members]
+            task_handles = handles if len(self.tasks) == 1 else [handles[number] for number in members]
             if timeline is not None:
-                self._run_timed(timeline, position, task, mine)
+                self._run_timed(timeline, position, task, task_handles)
                 continue
             if position:
-                self._meet(task, mine)
-            task.run_handles(mine)
+                self._meet(task, task_handles)
+            task.run_handles(task_handles)
         statistics = context.statistics
         statistics.tensors += len(handles)
         statistics.buckets += len(self.tasks)
@@ -157,17 +157,17 @@ class Batch:
     def _meet(self, task: Task, handles: Sequence[Handle], prepared: Callable[[], object] = lambda: None) -> None:
         """Prepare a task other than the first, call ``prepared``, and meet the other ranks.
 
-        A rank that is refused memory enters with the token `STARVING` instead; then all unmap device memory and meet
-        again.
+        A rank that is refused memory enters with the token `OUT_OF_MEMORY` instead; then all ranks unmap device memory
+        and meet again.
         """
         context = self._context
         token = task.token
         try:
             words = task.prepare_handles(handles)
         except OutOfMemoryError:
-            token, words = STARVING, ()
+            token, words = OUT_OF_MEMORY, ()
         prepared()
-        if not context.control.agree(token, words) or token == STARVING:
+        if not context.control.agree(token, words) or token == OUT_OF_MEMORY:
             context.make_room()
             context.meet(task.token, task.prepare_handles(handles))
 

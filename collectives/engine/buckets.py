@@ -114,10 +114,12 @@ class LocatedBucket(Bucket):
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         context, words_of, warns = self._context, self._context.control.words_of, self.entry.warns
-        told = {peer: np.frombuffer(words_of(peer), np.int64) for peer in self._peers}  # type: ignore[call-overload]
-        reached = [_is_reached(words) for words in told.values()]
+        words_by_peer = {peer: np.frombuffer(words_of(peer), np.int64) for peer in self._peers}  # type: ignore[call-overload]
+        reached = [_is_reached(words) for words in words_by_peer.values()]
         if not self.packs and all(reached):
-            context.run_quietly(warns, self._loop.run, [self._tensors_of(peer, words) for peer, words in told.items()])
+            context.run_quietly(
+                warns, self._loop.run, [self._tensors_of(peer, words) for peer, words in words_by_peer.items()]
+            )
         else:
             staged_everywhere = self.packs and not any(reached)
             context.run_quietly(warns, context.executor.run, self._plan, self.packs, staged_everywhere)

@@ -116,8 +116,8 @@ class Callers:
             return False
         parked = stall.parked(alive)
         busy = len(self._known - parked) > waiting
-        others = not self.ranks_are_threads and not strangers <= parked
-        patience = STUCK_AFTER if busy or others else STUCK_AFTER_AMONG_THREADS
+        may_be_elsewhere = not self.ranks_are_threads and not strangers <= parked
+        patience = STUCK_AFTER if busy or may_be_elsewhere else STUCK_AFTER_AMONG_THREADS
         if patience != self._patience:
             self._idle_since, self._patience = now, patience
             self._used_before = {thread: stall.processor_seconds(thread) for thread in self._known | strangers}

@@ -90,9 +90,9 @@ class Coordinator:
         self._proposed_at = 0.0
         self._compare_again = False
         """Whether this rank enters a round only to tell the others that it is stuck."""
-        self._starving = self._starved = False
-        """Whether this rank asks the others to unmap device memory, because it was refused memory; and whether they
-        have done so since it last prepared a list."""
+        self._out_of_memory = self._peers_unmapped = False
+        """Whether device memory was refused to this rank, which therefore asks its peers to unmap theirs; and whether
+        they have done so since it last prepared a list."""
         self._told_stuck = self._told_joining = False
         self._joined: set[int] = set()
 
@@ -136,15 +136,15 @@ class Coordinator:
         assert isinstance(first, int)
         try:
             words = batch.prepare(_flat(handles))
-            self._starved = False
+            self._peers_unmapped = False
         except OutOfMemoryError:
-            if self._starved:
+            if self._peers_unmapped:
                 raise
             # Final only when no peer maps memory that this rank has freed: the ranks compare, unmap, and propose the
             # same again.
-            self._starved = self._starving = True
+            self._peers_unmapped = self._out_of_memory = True
             self.open = (handles, None)
-            self.control.enter(negotiation.STARVING)
+            self.control.enter(negotiation.OUT_OF_MEMORY)
             return True
         self._proposed_at = time.monotonic()
         # Set before the peers can see the token, so that an interrupt always finds what was entered.
@@ -213,12 +213,12 @@ class Coordinator:
         statistics = self.context.statistics
         statistics.rounds += 1
         statistics.unanimous += 1
-        if self._starving:
+        if self._out_of_memory:
             self.compare()
             return
         if batch is None:
             self.open = None
-            self._everybody_joined()
+            self._all_joined()
             return
         if self.context.timeline is not None:
             self._record_agreement(handles)
@@ -261,18 +261,18 @@ class Coordinator:
                 untold.append(handle)
         joined = self.joining is not None and not submissions.pending
         self._told_stuck = stuck = self._is_stuck()
-        mine = Frame(bits, bool(untold), joined, stuck, self._starving)
-        if not control.agree(_COMPARE, mine.to_words(self.ledger.capacity)):
+        own_frame = Frame(bits, bool(untold), joined, stuck, self._out_of_memory)
+        if not control.agree(_COMPARE, own_frame.to_words(self.ledger.capacity)):
             raise TransportError(
                 f"rank {self._rank}: some ranks compare what they have submitted, and others do not: something between "
                 "the hosts changes what ranks say"
             )
         frames = [
-            mine if peer == self.context.rank else Frame.from_words(control.words_of(peer))
+            own_frame if peer == self.context.rank else Frame.from_words(control.words_of(peer))
             for peer in range(self.context.size)
         ]
-        self._starving = False
-        if any(frame.starving for frame in frames):
+        self._out_of_memory = False
+        if any(frame.out_of_memory for frame in frames):
             self.context.make_room()
         news: Sequence[Sequence[tuple[Key, Request]]] = ()
         if any(frame.news for frame in frames):
@@ -328,7 +328,7 @@ class Coordinator:
         self.joining = None
         self.context.joined = False
 
-    def _everybody_joined(self) -> None:
+    def _all_joined(self) -> None:
         assert self.joining is not None
         every = set(range(self.context.size))
         self.joining.keep = self.names[max(every - self._joined or every)]  # the last rank to join
@@ -354,14 +354,14 @@ class Coordinator:
     def _resolve_deadlock(self) -> None:
         """Every rank waits, and no operation that they wait for is submitted by all: these fail on every rank."""
         submissions, ledger = self._submissions, self.ledger
-        mine = [handle for handle in self._callers.awaited if submissions.pending.get(handle.key) is handle]
-        waits = [(handle.key, f"{handle.entry.request.describe()}{submitted_at(handle)}") for handle in mine]
-        told = self.control.exchange((waits, submissions.unnamed))
-        every = [theirs for theirs, _ in told]
-        asking = {key: ledger.asking(key, self._frames) for theirs in every for key, _ in theirs}
+        awaited = [handle for handle in self._callers.awaited if submissions.pending.get(handle.key) is handle]
+        waits = [(handle.key, f"{handle.entry.request.describe()}{submitted_at(handle)}") for handle in awaited]
+        answers = self.control.exchange((waits, submissions.unnamed))
+        every = [rank_waits for rank_waits, _ in answers]
+        asking = {key: ledger.asking(key, self._frames) for rank_waits in every for key, _ in rank_waits}
         if any(type(key) is int for key in asking):
             # Only some ranks have used up a number for an unnamed operation: all continue with the highest.
-            submissions.unnamed = max(unnamed for _, unnamed in told)
+            submissions.unnamed = max(unnamed for _, unnamed in answers)
         for key in asking:
             ledger.settle(key)
         error = negotiation.deadlock(self._rank, every, asking, self.names)
@@ -376,12 +376,12 @@ class Coordinator:
             not_here = self.control.missing()
             if not_here:
                 return [self.names[peer] for peer in not_here]
-        told, position = self.ledger.told(handle.key), self.ledger.position(handle.key, handle.entry.signature)
+        tellers, position = self.ledger.told(handle.key), self.ledger.position(handle.key, handle.entry.signature)
         return [
             self.names[peer]
             for peer, frame in enumerate(self._frames)
             if not (
-                peer in told
+                peer in tellers
                 or (position is not None and frame.bits >> position & 1)
                 or frame.joined
                 or peer == self.context.rank

@@ -260,11 +260,11 @@ class Engine:
         handle.engine = self
         handle.key = "join"
         self._coordinator.begin_join(handle)
-        self.hinder("join")
+        self.set_obstacle("join")
         try:
             self.wait(handle)
         finally:
-            self.hinder("join", False)
+            self.set_obstacle("join", False)
             self._coordinator.end_join()
         if handle.error is not None:
             raise handle.error
@@ -295,9 +295,9 @@ class Engine:
         """Bytes at which a bucket ends."""
         return self._coordinator.threshold
 
-    def hinder(self, reason: str, yes: bool = True) -> None:
-        """Disable the handle-free path of `run` for ``reason``; or withdraw the reason."""
-        (self._obstacles.add if yes else self._obstacles.discard)(reason)
+    def set_obstacle(self, reason: str, present: bool = True) -> None:
+        """Disable the handle-free path of `run` for ``reason``; if not ``present``, withdraw the reason."""
+        (self._obstacles.add if present else self._obstacles.discard)(reason)
 
     def change(self, threshold: int, cycle_time: float) -> None:
         """Change settings; every rank does so between the same two rounds.

@@ -1,5 +1,5 @@
 """The end of a world: calls are refused, what is in flight fails, the peers are told of a failure in mid-call, and
-memory is given back when nobody touches it any more."""
+memory is released when no rank uses it any more."""
 
 from __future__ import annotations
 

@@ -148,9 +148,9 @@ class HostRequestCache(RequestCache[CachedRequest]):
         """The request of a grouped operation."""
         arguments.check_name(name)
         key = (collective, name, *members)
-        known = self._look_up(key)
-        if known is not None:
-            return known
+        cached = self._look_up(key)
+        if cached is not None:
+            return cached
         root = members[0].request.root if members else None
         request = Request(collective, name, root=root, members=tuple(member.request for member in members))
         return self._remember(key, CachedRequest(request, self._planner))

@@ -43,7 +43,7 @@ class _Kept(NamedTuple):
         ranges: the arena's pieces at that time.
         words: this rank's.
         rest: what it publishes.
-        told: the peers with theirs.
+        peer_words: each peer with its two words.
         loop, quiet_loop: carry out such a call; the second silences NumPy's warnings.
         blocks: what they need of the peers' tensors.
     """
@@ -51,7 +51,7 @@ class _Kept(NamedTuple):
     ranges: object
     words: tuple[int, int]
     rest: tuple[slice, ...]
-    told: list[tuple[int, int, int]]
+    peer_words: list[tuple[int, int, int]]
     loop: _Run
     quiet_loop: _Run
     blocks: Any
@@ -103,7 +103,7 @@ class LocatedTensor(OneTensor):
                 for cut in kept.rest:
                     out[cut] = source[cut]
                 same = self._enter_and_look(signature, kept.words)
-                if same and self._tells(kept.told):
+                if same and self._tells(kept.peer_words):
                     kept.quiet_loop(source, out, kept.blocks)
                     return True
                 self._source, self._out, self._at, self._out_at = source, out, at, out_at
@@ -170,7 +170,7 @@ class LocatedTensor(OneTensor):
     def _run(self) -> None:
         if self._is_mapped:
             kept = self._kept.get((self._at, self._out_at))
-            if kept is not None and kept.ranges is self._ranges and self._tells(kept.told):
+            if kept is not None and kept.ranges is self._ranges and self._tells(kept.peer_words):
                 kept.loop(self._source, self._out, kept.blocks)
                 self._source = self._out = _EMPTY
                 return
@@ -190,18 +190,18 @@ class LocatedTensor(OneTensor):
         entry, executor, words_of = self.entry, self._context.executor, self._context.control.words_of
         state = self._state
         state.input, state.output, state.input_at, state.output_at = self._source, self._out, self._at, self._out_at
-        told: list[tuple[int, int, int]] = []
+        peer_words: list[tuple[int, int, int]] = []
         for peer in self._peers:
             source, out = words_of(peer)
-            told.append((peer, source, out))
-        mapped_peers = sum(self._is_reached(source, out) for _, source, out in told)
+            peer_words.append((peer, source, out))
+        mapped_peers = sum(self._is_reached(source, out) for _, source, out in peer_words)
         if self._is_mapped and mapped_peers == len(self._peers):
             plan = entry.mapped_plan()
             self._learn_places(plan, entry.dtype)
-            for peer, source, _ in told:
+            for peer, source, _ in peer_words:
                 if not source & MAPPED:  # published in its output
                     state.inputs[peer], state.addresses[peer] = state.outputs[peer], (state.addresses[peer][1],) * 2
-            kept = self._keep(plan, plan.loop, told) if plan.loop is not None and executor.trace is None else None
+            kept = self._keep(plan, plan.loop, peer_words) if plan.loop is not None and executor.trace is None else None
             if kept is not None:
                 kept.loop(self._source, self._out, kept.blocks)
             else:
@@ -218,7 +218,7 @@ class LocatedTensor(OneTensor):
         self._clear_arrays()
         self._source = self._out = _EMPTY
 
-    def _keep(self, plan: Plan, loop: Loop, told: list[tuple[int, int, int]]) -> _Kept | None:
+    def _keep(self, plan: Plan, loop: Loop, peer_words: list[tuple[int, int, int]]) -> _Kept | None:
         """Keep the partners' tensors for further calls with the same ones; returns None if some cannot be mapped."""
         inputs, outputs = self._state.inputs, self._state.outputs
         views = [(inputs[peer], outputs[peer]) if peer in plan.partners else _UNUSED for peer in self._peers]
@@ -230,7 +230,7 @@ class LocatedTensor(OneTensor):
         if len(self._kept) >= _MOST_KEPT:
             self._kept.clear()
         kept = self._kept[self._at, self._out_at] = _Kept(
-            self._ranges, self._words, self._rest, told, run, quiet, blocks
+            self._ranges, self._words, self._rest, peer_words, run, quiet, blocks
         )
         return kept
 

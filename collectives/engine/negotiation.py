@@ -75,15 +75,15 @@ class Request:
             if not self.members:
                 collective = f"grouped_{collective}"
             return f"{collective}({name}{len(tensors)} tensors: {', '.join(tensors)}; each {alike})"
-        said = [
+        arguments = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)[1:]
             if getattr(self, f.name) not in (f.default, None)
         ]
-        return f"{self.collective}({', '.join(said)})"
+        return f"{self.collective}({', '.join(arguments)})"
 
 
-STARVING = Request("starving").signature()
+OUT_OF_MEMORY = Request("out of memory").signature()
 """The token of a rank that was refused memory, in place of a list's or a task's."""
 
 
@@ -102,26 +102,26 @@ def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int]
         requests: every rank's; None where a rank has joined.
         names: the ranks' numbers in messages; by default those in the group.
     """
-    asked = {
+    by_rank = {
         (names or range(len(requests)))[peer]: request for peer, request in enumerate(requests) if request is not None
     }
-    first = next(iter(asked.values()))
+    first = next(iter(by_rank.values()))
     compared = [f.name for f in fields(Request) if f.name != "detail"]
     differing = [
-        name for name in compared if any(getattr(request, name) != getattr(first, name) for request in asked.values())
+        name for name in compared if any(getattr(request, name) != getattr(first, name) for request in by_rank.values())
     ]
-    tensors = sorted({request.name for request in asked.values() if request.name})
+    tensors = sorted({request.name for request in by_rank.values() if request.name})
     subject = f" for tensor {' / '.join(map(repr, tensors))}" if tensors else ""
     ranks_by_request: dict[str, list[int]] = {}
-    for peer, request in asked.items():
+    for peer, request in by_rank.items():
         ranks_by_request.setdefault(request.describe(), []).append(peer)
-    lines = [f"  rank {_ranges(ranks)}: {said}" for said, ranks in ranks_by_request.items()]
+    lines = [f"  rank {_ranges(ranks)}: {text}" for text, ranks in ranks_by_request.items()]
     return MismatchError(
         f"rank {rank}: the ranks disagree{subject} in {', '.join(differing) or 'their requests'}; no tensor was "
         f"touched:\n"
         + "\n".join(lines)
         + "\nEvery rank must make the same call with the same arguments."
-        + ("" if all(request.name for request in asked.values()) else f" {_UNNAMED}")
+        + ("" if all(request.name for request in by_rank.values()) else f" {_UNNAMED}")
     )
 
 
@@ -174,8 +174,8 @@ def deadlock(
         return f"{operation}, for which rank {missing} has not asked"
 
     lines = [
-        f"  rank {names[peer]}: waits for {'; and for '.join(describe(*wait) for wait in theirs) or 'nothing'}"
-        for peer, theirs in enumerate(waits)
+        f"  rank {names[peer]}: waits for {'; and for '.join(describe(*wait) for wait in rank_waits) or 'nothing'}"
+        for peer, rank_waits in enumerate(waits)
     ]
     return MismatchError(
         f"rank {rank}: the ranks disagree in what they wait for: every rank waits, and nothing that they wait for is "
@@ -195,18 +195,18 @@ class Frame:
         news: whether it has submitted something that is not in the cache and that it has not told yet.
         joined: whether it has joined.
         stuck: whether all its threads wait, so that it will submit nothing more by itself.
-        starving: whether it was refused device memory, which the others may hold.
+        out_of_memory: whether it was refused device memory, which the others may hold.
     """
 
     bits: int
     news: bool
     joined: bool
     stuck: bool
-    starving: bool = False
+    out_of_memory: bool = False
 
     def to_words(self, capacity: int) -> memoryview:
         """As 64-bit words: the flags, then the bits."""
-        flags = self.news | self.joined << 1 | self.stuck << 2 | self.starving << 3
+        flags = self.news | self.joined << 1 | self.stuck << 2 | self.out_of_memory << 3
         data = flags.to_bytes(8, "little") + self.bits.to_bytes(8 * -(-capacity // 64), "little")
         return memoryview(data).cast("q")
 
@@ -263,8 +263,8 @@ class Ledger:
 
     def position(self, key: Key, signature: int) -> int | None:
         """The position in the cache of this request under this name; None if it is not there."""
-        known = self._cache.get(key) if type(key) is str else None
-        return known[0] if known is not None and known[1] == signature else None
+        cached = self._cache.get(key) if type(key) is str else None
+        return cached[0] if cached is not None and cached[1] == signature else None
 
     def remember(self, requests: Sequence[tuple[Key, Request, int]]) -> None:
         """Make the named ones of these requests (key, request, signature), which were carried out, the cache's newest
@@ -276,15 +276,15 @@ class Ledger:
             return
         named = [(key, request, signature) for key, request, signature in requests if type(key) is str]
         if all(
-            (known := self._cache.get(key)) is not None and known[1:] == (signature, self.generation)
+            (cached := self._cache.get(key)) is not None and cached[1:] == (signature, self.generation)
             for key, _, signature in named
         ):
             return
         self.generation += 1
         for key, request, signature in named:
-            known = self._cache.pop(key, None)
-            if known is not None:
-                position = known[0]
+            cached = self._cache.pop(key, None)
+            if cached is not None:
+                position = cached[0]
             elif len(self._slots) < self.capacity:
                 position = len(self._slots)
                 self._slots.append(None)
@@ -295,8 +295,8 @@ class Ledger:
 
     def respond(self, frames: Sequence[Frame], news: Sequence[Sequence[tuple[Key, Request]]]) -> Response:
         """Record what the ranks have told, and decide what they do next."""
-        for rank, told in enumerate(news):
-            for key, request in told:
+        for rank, submitted in enumerate(news):
+            for key, request in submitted:
                 self.news.setdefault(key, {})[rank] = request
         active = [rank for rank, frame in enumerate(frames) if not frame.joined]
         response = Response([], [])
@@ -308,17 +308,17 @@ class Ledger:
         while common:
             position = (common & -common).bit_length() - 1
             common &= common - 1
-            known = self._slots[position]
-            assert known is not None and known.name is not None
-            response.ready.append((known.name, known))
+            cached = self._slots[position]
+            assert cached is not None and cached.name is not None
+            response.ready.append((cached.name, cached))
         for key, by_rank in list(self.news.items()):
             requests = [by_rank.get(rank) or self._cached(key, frames[rank]) for rank in range(self._size)]
-            asked = [requests[rank] for rank in active]
-            if any(request is None for request in asked):
+            active_requests = [requests[rank] for rank in active]
+            if any(request is None for request in active_requests):
                 continue
-            first = asked[0]
+            first = active_requests[0]
             assert first is not None
-            if all(request == first for request in asked) and first.collective != "invalid":
+            if all(request == first for request in active_requests) and first.collective != "invalid":
                 response.ready.append((key, first))  # and remains told until it has been carried out
             else:
                 del self.news[key]
@@ -336,16 +336,16 @@ class Ledger:
 
     def asking(self, key: Key, frames: Sequence[Frame]) -> set[int]:
         """The ranks that have submitted an operation of this key, and those that have joined."""
-        told = self.told(key)
+        tellers = self.told(key)
         return {
             rank
             for rank, frame in enumerate(frames)
-            if rank in told or frame.joined or self._cached(key, frame) is not None
+            if rank in tellers or frame.joined or self._cached(key, frame) is not None
         }
 
     def _cached(self, key: Key, frame: Frame) -> Request | None:
-        known = self._cache.get(key) if type(key) is str else None
-        return self._slots[known[0]] if known is not None and frame.bits >> known[0] & 1 else None
+        cached = self._cache.get(key) if type(key) is str else None
+        return self._slots[cached[0]] if cached is not None and frame.bits >> cached[0] & 1 else None
 
 
 def _ranges(ranks: Sequence[int]) -> str:

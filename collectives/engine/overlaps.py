@@ -123,11 +123,11 @@ class InFlight:
 
     def _conflict(self, one: Span, other: Span) -> bool:
         """Whether two spans whose addresses overlap may not be in flight together."""
-        mine, its = self.operations[one[4]], self.operations.get(other[4])
-        if its is None or its is mine or not (one[2] or other[2]):
+        own, other_operation = self.operations[one[4]], self.operations.get(other[4])
+        if other_operation is None or other_operation is own or not (one[2] or other[2]):
             return False
-        root = mine.entry.request.root
-        if root is not None and root == its.entry.request.root and mine.engine is its.engine:
+        root = own.entry.request.root
+        if root is not None and root == other_operation.entry.request.root and own.engine is other_operation.engine:
             return False
         return share_a_byte(one[:4], other[:4])
 
@@ -144,13 +144,13 @@ def separate(group: Handle) -> None:
     group.extents = sorted([extent for member in group.members for extent in _extents(member)], key=_start)
     if _lie_apart(group.extents) or not any(extent[2] for extent in group.extents):
         return
-    found = sorted(
+    extents = sorted(
         [(*extent, at) for at, member in enumerate(group.members) for extent in _extents(member)], key=_start
     )
     end, before = 0, -1
     cluster: set[int] = set()
     """Members whose extents overlap one another, or one in between."""
-    for start, last, _, _, at in found:
+    for start, last, _, _, at in extents:
         if start < end:
             cluster |= {before, at}
         elif cluster:
@@ -195,13 +195,13 @@ def _lie_apart(extents: Sequence[Extent]) -> bool:
     return True
 
 
-def _refusal(handle: Handle, mine: Extent, other: Span, first: Handle | None) -> str:
-    its = "one that has just completed" if first is None else f"{first.entry.request.describe()}{_place(first)}"
-    number = next((at for at, member in enumerate(handle.members) if mine in _extents(member)), None)
+def _refusal(handle: Handle, own: Extent, other: Span, first: Handle | None) -> str:
+    busy = "one that has just completed" if first is None else f"{first.entry.request.describe()}{_place(first)}"
+    number = next((at for at, member in enumerate(handle.members) if own in _extents(member)), None)
     which = "its memory" if number is None else f"the memory of its tensor number {number}"
     return (
-        f"{handle.entry.request.describe()}{_place(handle)}: {which}, which it {'writes' if mine[2] else 'reads'}, is "
-        f"{'written' if other[2] else 'read'} by an operation in flight: {its}; synchronize that one first, or pass "
+        f"{handle.entry.request.describe()}{_place(handle)}: {which}, which it {'writes' if own[2] else 'reads'}, is "
+        f"{'written' if other[2] else 'read'} by an operation in flight: {busy}; synchronize that one first, or pass "
         f"one of the two a copy"
     )
 

@@ -104,9 +104,11 @@ class Bound:
         return entry
 
     def handle(self) -> Handle:
-        made = self._template
-        handle = Handle(self.entry, self.source, self.out, self._deliver, self, reads=made.reads, writes=made.writes)
-        handle.extents = made.extents
+        template = self._template
+        handle = Handle(
+            self.entry, self.source, self.out, self._deliver, self, reads=template.reads, writes=template.writes
+        )
+        handle.extents = template.extents
         return handle
 
     def unbind(self, handle: Handle) -> None:
@@ -263,10 +265,10 @@ class BoundTensor(OneTensor):
         if self.entry.request.collective in ("allgather", "alltoall"):
             outputs = inputs  # which is where no peer writes, and no loop reads
         views = [(inputs[peer], outputs[peer]) for peer in self._peers]
-        found = [(source, out) for source, out in views if source is not None and out is not None]
-        if len(found) < len(views):
+        located = [(source, out) for source, out in views if source is not None and out is not None]
+        if len(located) < len(views):
             return None
-        return functools.partial(plan.loop.run, *self._arrays[:2], plan.loop.cut(found))
+        return functools.partial(plan.loop.run, *self._arrays[:2], plan.loop.cut(located))
 
 
 class BoundBucket(LocatedBucket):
@@ -282,7 +284,7 @@ class BoundBucket(LocatedBucket):
         pieces = self._pieces
         pieces.sources = pieces.operands = [member.source for member in members]
         pieces.outs = [member.out for member in members]
-        self.packs = not all((its & MAPPED).all() for its in words)
+        self.packs = not all((row & MAPPED).all() for row in words)
         self._fixed = () if self.packs else tuple(self._locate(peer, words[peer]) for peer in self._peers)
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
@@ -398,11 +400,11 @@ def _fix(part: Handle) -> None:
 def _claim_results(template: Handle) -> None:
     """Have starts claim results, too: the program has them from the start before."""
     parts = template.members or (template,)
-    made = [part.out for part in parts if part.writes is None and part.out is not part.source]
+    results = [part.out for part in parts if part.writes is None and part.out is not part.source]
     if template.members:
-        extents = [*template.extents, *(arrays.extent_of(out, True) for out in made if out.size)]
+        extents = [*template.extents, *(arrays.extent_of(out, True) for out in results if out.size)]
         template.extents = sorted(extents, key=operator.itemgetter(0))
-    elif made:
+    elif results:
         template.writes = arrays.view(template.out)
 
 

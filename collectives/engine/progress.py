@@ -1,8 +1,8 @@
 """Progress: which thread drives the engine, and how it and the others wait.
 
 One thread drives at a time. A thread that waits for a handle drives if no other does, and otherwise follows: it sleeps
-until its handle is done or the driving thread stops. The background thread drives only while nobody waits: it is woken
-by work, lets operations gather for a cycle, stops as soon as another thread waits, and uses no CPU without work.
+until its handle is done or the driving thread stops. The background thread drives only while no thread waits: work
+wakes it. It lets operations gather for a cycle, stops as soon as another thread waits, and uses no CPU without work.
 
 The driving thread runs negotiation rounds (`collectives.engine.coordinator`) until what it waits for is done.
 """

@@ -146,13 +146,13 @@ class CachedRequest:
             binding: of the operation.
             make_plan: in place of this request's own.
         """
-        made = copy.copy(self)
-        made.request = replace(self.request, persistent=number)
-        made.signature = made.request.signature()
-        made.binding, made.step, made.fuses_with = binding, None, None
-        made._plans, made._epoch = {}, -1
-        made._make_plan = make_plan or self._make_plan
-        return made
+        clone = copy.copy(self)
+        clone.request = replace(self.request, persistent=number)
+        clone.signature = clone.request.signature()
+        clone.binding, clone.step, clone.fuses_with = binding, None, None
+        clone._plans, clone._epoch = {}, -1
+        clone._make_plan = make_plan or self._make_plan
+        return clone
 
     def plan(self) -> Plan | None:
         """The plan, made when the operation is first carried out and after each change of the planner's settings.
@@ -169,9 +169,9 @@ class CachedRequest:
             self._renew()
         if self._mapped is None:
             assert self._make_mapped is not None
-            made = self._make_mapped()
-            assert isinstance(made, Plan)
-            self._mapped = made
+            plan = self._make_mapped()
+            assert isinstance(plan, Plan)
+            self._mapped = plan
         return self._mapped
 
     @property
@@ -206,10 +206,10 @@ class CachedRequest:
         self._epoch = self._planner.epoch
         self._plans.clear()
         self._mapped = None
-        made = self._make_plan() if self._make_plan is not None else None
-        self._plan = made if isinstance(made, Plan) else None
-        self._inline = made if isinstance(made, Inline) else None
-        self._native = made if not isinstance(made, Plan | Inline) else None
+        plan = self._make_plan() if self._make_plan is not None else None
+        self._plan = plan if isinstance(plan, Plan) else None
+        self._inline = plan if isinstance(plan, Inline) else None
+        self._native = plan if not isinstance(plan, Plan | Inline) else None
 
 
 class RequestCache(ABC, Generic[Cached]):
@@ -248,16 +248,16 @@ class RequestCache(ABC, Generic[Cached]):
         if parts or collective != "allreduce" or len(keywords) > ("op" in keywords) + ("name" in keywords):
             key = (*key, collective, parts, *keywords, *keywords.values())
         try:
-            known = self._known.get(key)
+            cached = self._known.get(key)
         except TypeError:  # an unhashable argument is invalid, and refused with a better message below
-            known = None
-        if known is not None:
-            return known
+            cached = None
+        if cached is not None:
+            return cached
         if collective == "allreduce":
             options = complete(keywords, ReduceOptions)
         else:  # op is an argument of its own there
-            others = {keyword: value for keyword, value in keywords.items() if keyword != "op"}
-            options = complete(others, ScaleOptions)._replace(op=keywords["op"])
+            scaling = {keyword: value for keyword, value in keywords.items() if keyword != "op"}
+            options = complete(scaling, ScaleOptions)._replace(op=keywords["op"])
         op = arguments.operation(options.op, average)
         arguments.check_name(options.name)
         return self._remember(key, self._reduction(collective, view, op, options, parts))
@@ -267,9 +267,9 @@ class RequestCache(ABC, Generic[Cached]):
         if type(root) is not int:
             root = arguments.root(root, self._size)
         key = (view.dtype, view.shape, "broadcast", root, *keywords, *keywords.values())
-        known = self._look_up(key)
-        if known is not None:
-            return known
+        cached = self._look_up(key)
+        if cached is not None:
+            return cached
         root = arguments.root(root, self._size)
         return self._remember(key, self._broadcast(view, root, _complete(keywords)))
 
@@ -295,12 +295,12 @@ class RequestCache(ABC, Generic[Cached]):
         except TypeError:  # as in `reducing`
             return None
 
-    def _remember(self, key: tuple[Any, ...], made: Cached) -> Cached:
+    def _remember(self, key: tuple[Any, ...], entry: Cached) -> Cached:
         if len(self._known) >= _MOST_REQUESTS:
             for old in list(itertools.islice(self._known, _MOST_REQUESTS // 2)):
                 self._known.pop(old, None)
-        self._known[key] = made
-        return made
+        self._known[key] = entry
+        return entry
 
 
 def _with_floats(keywords: Keywords) -> Keywords:

@@ -96,7 +96,7 @@ class HandleFactory:
             parts: the shapes of the tensors that are concatenated in this one; equal on every rank.
         """
         compressor = keywords.get("compression")
-        if compressor is not None and not any(compressor is known for known in compression.BUILT_IN):
+        if compressor is not None and not any(compressor is built_in for built_in in compression.BUILT_IN):
             return self._compressed_by(compressor, keywords, tensor, average, in_place)
         stream = keywords.get("stream")
         view = arrays.view(tensor, writable=in_place, stream=stream)
@@ -177,8 +177,8 @@ class HandleFactory:
 
         def with_counts(result: Any, received: Any) -> Any:
             counts = np.array(received, np.int64)
-            given = arrays.view(splits) if hasattr(splits, "dtype") and splits.dtype == counts.dtype else None
-            return result, given.wrap(counts) if isinstance(given, View) else counts
+            counts_view = arrays.view(splits) if hasattr(splits, "dtype") and splits.dtype == counts.dtype else None
+            return result, counts_view.wrap(counts) if isinstance(counts_view, View) else counts
 
         return handles.gathered(entry, view, rows, with_counts)
 

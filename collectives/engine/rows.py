@@ -39,7 +39,7 @@ class GatheredRows:
         self.received: Sequence[int] = ()
 
 
-_Told = tuple[tuple[int, ...], ...]
+_AllWords = tuple[tuple[int, ...], ...]
 """The words of all ranks."""
 
 
@@ -73,7 +73,7 @@ class Rows(HostTask):
         self._ranges: object = None
         self._words: tuple[int, ...] = ()
         """This rank's, when its tensor was at this address and the arena had these pieces."""
-        self._kept: dict[_Told, _Kept] = {}
+        self._kept: dict[_AllWords, _Kept] = {}
 
     def bind(self) -> None:
         """Prepare for blocking calls."""
@@ -96,10 +96,12 @@ class Rows(HostTask):
     def run(self) -> None:
         """`run_handles` of a blocking call."""
         words_of, rank = self._context.control.words_of, self._context.rank
-        told = tuple([self._words if peer == rank else tuple(words_of(peer)) for peer in range(self._context.size)])
-        kept = self._kept.get(told)
+        all_words = tuple(
+            [self._words if peer == rank else tuple(words_of(peer)) for peer in range(self._context.size)]
+        )
+        kept = self._kept.get(all_words)
         if kept is None:
-            self._run_anew(told)
+            self._run_anew(all_words)
         else:
             gathered = self._gathered
             gathered.array = out = self._context.pool.empty(kept.shape, self.entry.dtype)
@@ -107,14 +109,14 @@ class Rows(HostTask):
             kept.loop.run(self._source, out.reshape(-1), kept.blocks)
         self._source, self._gathered = _EMPTY, _NOWHERE
 
-    def _run_anew(self, told: _Told) -> None:
+    def _run_anew(self, all_words: _AllWords) -> None:
         """Make the result, choose a plan for the rows, and run it."""
         context, entry, gathered, rank = self._context, self.entry, self._gathered, self._context.rank
-        received, rows = exchanged_rows(entry.request.collective, [words[2:] for words in told], rank)
+        received, rows = exchanged_rows(entry.request.collective, [words[2:] for words in all_words], rank)
         gathered.received = received
         gathered.array = out = context.pool.empty((sum(received), *self._row), entry.dtype)
         # A rank without rows has no tensor to be mapped.
-        mapped = all(words[0] & MAPPED or not any(words[2:]) for words in told)
+        mapped = all(words[0] & MAPPED or not any(words[2:]) for words in all_words)
         plan = context.entries.plan_for_rows(entry, rows, mapped)
         if plan is None:
             return
@@ -130,7 +132,7 @@ class Rows(HostTask):
             if mapped:
                 if len(self._kept) >= _MOST_KEPT:
                     self._kept.clear()
-                self._kept[told] = _Kept(plan.loop, blocks, out.shape, received)
+                self._kept[all_words] = _Kept(plan.loop, blocks, out.shape, received)
             plan.loop.run(self._source, flat, blocks)
         else:
             context.executor.run(plan)

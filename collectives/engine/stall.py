@@ -28,7 +28,7 @@ def parked(threads: Iterable[threading.Thread]) -> set[threading.Thread]:
     """The threads among these that wait for another thread of this process without a timeout: in a join, or for an
     event, a queue or a future."""
     frames = sys._current_frames()
-    found = set()
+    parked_threads = set()
     for thread in threads:
         frame = frames.get(thread.ident or 0)
         if frame is None or frame.f_code.co_filename != threading.__file__ or frame.f_code.co_name not in _WAITS:
@@ -38,8 +38,8 @@ def parked(threads: Iterable[threading.Thread]) -> set[threading.Thread]:
             bounded = bounded or frame.f_locals.get("timeout") not in (None, -1)
             frame = frame.f_back
         if not bounded:
-            found.add(thread)
-    return found
+            parked_threads.add(thread)
+    return parked_threads
 
 
 def processor_seconds(thread: threading.Thread) -> float:

@@ -242,9 +242,9 @@ class AdasumTensor(HostTask):
             dots = adasum.dots(vectors, pairs)
             self._sum(dots.reshape(-1))
             adasum.combine(vectors, pairs, dots)
-        mine = np.empty(sizes[rank], source.dtype)
-        halves.cast(vectors[0], mine)
-        self._move(entry.plan_for((1,), lambda: self._gather(sizes, entry.dtype)), mine, out)
+        own_part = np.empty(sizes[rank], source.dtype)
+        halves.cast(vectors[0], own_part)
+        self._move(entry.plan_for((1,), lambda: self._gather(sizes, entry.dtype)), own_part, out)
         if entry.finish is not None:
             context.scale(entry.finish, out, out)
 

@@ -294,10 +294,10 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     text = Path(path).read_text(encoding="utf-8", errors="replace").strip()
     try:
-        found = json.loads(text if text.endswith("]") else text.removesuffix(",") + "]")
+        events = json.loads(text if text.endswith("]") else text.removesuffix(",") + "]")
     except ValueError:
-        found = _events_by_line(text)
-    return [event for event in found if isinstance(event, dict)]
+        events = _events_by_line(text)
+    return [event for event in events if isinstance(event, dict)]
 
 
 def align(exchange: Callable[[Any], Sequence[Any]], now: Callable[[], float] = time.monotonic) -> float:

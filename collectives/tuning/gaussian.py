@@ -80,9 +80,9 @@ class Process:
     def predict(self, points: Array) -> tuple[Array, Array]:
         """Posterior mean and standard deviation, without noise, of the values at ``points``."""
         towards = covariance(distances(self._points, points), self.lengths)
-        known = np.linalg.solve(self._factor, towards)
-        spread = np.sqrt(np.maximum(1 - (known**2).sum(axis=0), 0))
-        return self._centre + self._scale * (known.T @ self._white), self._scale * spread
+        solved = np.linalg.solve(self._factor, towards)
+        spread = np.sqrt(np.maximum(1 - (solved**2).sum(axis=0), 0))
+        return self._centre + self._scale * (solved.T @ self._white), self._scale * spread
 
     def _fit(self, noises: Sequence[float]) -> None:
         best = -np.inf

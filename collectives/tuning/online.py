@@ -85,7 +85,7 @@ class Tuning:
             self._apply(self.settings)
         self._over = False
         engine.on_batch(self._after)
-        engine.hinder("tuning")
+        engine.set_obstacle("tuning")
 
     @property
     def done(self) -> bool:
@@ -130,7 +130,7 @@ class Tuning:
         if done:
             self._over = True
             self._engine.on_batch(None)
-            self._engine.hinder("tuning", False)
+            self._engine.set_obstacle("tuning", False)
             if self._tuner is not None:
                 _log.info(
                     "autotune: chosen after %d samples, at %.4g GB/s: %s",

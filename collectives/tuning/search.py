@@ -87,12 +87,14 @@ class SearchSpace:
 
     def __init__(self, fixed: Mapping[str, Any] | None = None, algorithms: Sequence[str] = ("auto",)) -> None:
         self.fixed = dict(fixed or {})
-        known = {"algorithm": tuple(algorithms), **_LEVELS}
-        if unknown := sorted(self.fixed.keys() - known.keys()):
+        parameters = {"algorithm": tuple(algorithms), **_LEVELS}
+        if unknown := sorted(self.fixed.keys() - parameters.keys()):
             raise InvalidArgumentError(
-                f"autotune: there is no parameter {unknown[0]!r}; expected one of {', '.join(known)}"
+                f"autotune: there is no parameter {unknown[0]!r}; expected one of {', '.join(parameters)}"
             )
-        self.levels = {name: levels for name, levels in known.items() if name not in self.fixed and len(levels) > 1}
+        self.levels = {
+            name: levels for name, levels in parameters.items() if name not in self.fixed and len(levels) > 1
+        }
         self._coordinates = max(2, len(algorithms))
 
     def admit(self, settings: TunedSettings) -> TunedSettings:

@@ -56,8 +56,8 @@ _started_mpi = threading.Event()
 
 
 def _place(asked: rendezvous.Asked) -> str:
-    told = f"{asked.rendezvous} {asked.rank}"
-    return " ".join([told, *(os.environ.get(variable, "-") for variable in _PLACE_VARIABLES)])
+    arguments = f"{asked.rendezvous} {asked.rank}"
+    return " ".join([arguments, *(os.environ.get(variable, "-") for variable in _PLACE_VARIABLES)])
 
 
 def take_place(asked: rendezvous.Asked) -> None:

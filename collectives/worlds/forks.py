@@ -21,14 +21,14 @@ _worlds: list[weakref.ref[Forked]] = []
 
 def remember(world: Forked) -> None:
     """Have ``world.after_fork`` called in every child that is forked while the world exists."""
-    for ended in [known for known in _worlds if known() is None]:
+    for ended in [reference for reference in _worlds if reference() is None]:
         with contextlib.suppress(ValueError):  # another thread has removed it
             _worlds.remove(ended)
     _worlds.append(weakref.ref(world))
 
 
 def _after_fork_in_child() -> None:
-    for world in filter(None, [known() for known in _worlds]):
+    for world in filter(None, [reference() for reference in _worlds]):
         world.after_fork()
 
 

@@ -33,36 +33,36 @@ def ranks_of(members: ProcessSet, comm: MPI.Intracomm | Sequence[int] | None) ->
     if comm is not None and not isinstance(comm, MPI.Comm):
         all_ranks = all_ranks.Incl(list(comm))
     group = members.mpi_comm.Get_group()
-    found = group.Translate_ranks(list(range(group.Get_size())), all_ranks)
-    if MPI.UNDEFINED in found:
+    translated = group.Translate_ranks(list(range(group.Get_size())), all_ranks)
+    if MPI.UNDEFINED in translated:
         raise InvalidArgumentError(
             f"process_sets: the communicator {members.mpi_comm!r} has ranks that do not take part in this init()"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(translated))
 
 
-def agreed(root: World, mine: Sequence[tuple[Ranks, bool]]) -> list[Ranks]:
+def agreed(root: World, own_sets: Sequence[tuple[Ranks, bool]]) -> list[Ranks]:
     """The sets that all ranks make, in order, without duplicates.
 
     Args:
         root: of all ranks.
-        mine: the ranks of each element of this rank's list, and whether it is a communicator.
+        own_sets: the ranks of each element of this rank's list, and whether it is a communicator.
 
     Raises:
         MismatchError: the lists differ in length, or in the ranks of an element that is not a communicator.
     """
-    everyone = root.allgather_object(list(mine), name="init.process_sets")
-    made: dict[Ranks, None] = {}
+    everyone = root.allgather_object(list(own_sets), name="init.process_sets")
+    agreed_sets: dict[Ranks, None] = {}
     for place in range(max(map(len, everyone))):
-        asked = [theirs[place] if place < len(theirs) else None for theirs in everyone]
-        if len(set(asked)) > 1 and not all(each is not None and each[1] for each in asked):
-            said = "; ".join(
+        at_place = [listed[place] if place < len(listed) else None for listed in everyone]
+        if len(set(at_place)) > 1 and not all(each is not None and each[1] for each in at_place):
+            answers = "; ".join(
                 f"rank {root.ranks[rank]}: {'none' if each is None else list(each[0])}"
-                for rank, each in enumerate(asked)
+                for rank, each in enumerate(at_place)
             )
             raise MismatchError(
-                f"rank {root.ranks[root.rank]}: init: process_sets[{place}] is not the same on every rank: {said}; "
+                f"rank {root.ranks[root.rank]}: init: process_sets[{place}] is not the same on every rank: {answers}; "
                 f"every rank must give the same ranks, or communicators"
             )
-        made |= dict.fromkeys(each[0] for each in asked if each is not None)
-    return list(made)
+        agreed_sets |= dict.fromkeys(each[0] for each in at_place if each is not None)
+    return list(agreed_sets)

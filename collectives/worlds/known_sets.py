@@ -58,23 +58,25 @@ class KnownSets:
             raise root.refused(error, None) from None
         self._make(members, root, ranks)
 
-    def add_first(self, given: Sequence[ProcessSet], root: World, comm: Any) -> None:
+    def add_first(self, process_sets: Sequence[ProcessSet], root: World, comm: Any) -> None:
         """Make the sets that `init` was given, with the communicator or ranks ``comm`` that it was given.
 
         Raises:
             InvalidArgumentError, MismatchError: see `initial_process_sets`, and `recognize`.
         """
-        mine = []
+        own_sets = []
         try:
-            mine = [(initial_process_sets.ranks_of(members, comm), members.mpi_comm is not None) for members in given]
+            own_sets = [
+                (initial_process_sets.ranks_of(members, comm), members.mpi_comm is not None) for members in process_sets
+            ]
         except InvalidArgumentError as error:
             raise root.refused(error, "init.process_sets.length") from None
-        for ranks in initial_process_sets.agreed(root, mine):
+        for ranks in initial_process_sets.agreed(root, own_sets):
             if self._number_of(ranks) is None:
                 self._make(ProcessSet(ranks), root, ranks)
-        self.recognize(given, root, comm)
+        self.recognize(process_sets, root, comm)
 
-    def recognize(self, given: Sequence[ProcessSet], root: World, comm: Any) -> None:
+    def recognize(self, process_sets: Sequence[ProcessSet], root: World, comm: Any) -> None:
         """Attach the given objects to the known sets of the same ranks.
 
         Raises:
@@ -82,7 +84,7 @@ class KnownSets:
         """
         seen: set[int | None] = {0}
         refused = []
-        for place, members in enumerate(given):
+        for place, members in enumerate(process_sets):
             ranks = initial_process_sets.ranks_of(members, comm)
             number = self._number_of(ranks)
             if number is None:
@@ -102,29 +104,29 @@ class KnownSets:
     def remove(self, members: ProcessSet, root: World) -> bool:
         """Shut a set down, and free its number; see `collectives.remove_process_set`, also for what it raises."""
         number = members.process_set_id
-        if not number or not any(known is members for known in (*self._sets.values(), *self._also)):
+        if not number or not any(registered is members for registered in (*self._sets.values(), *self._also)):
             return False
         child = members.world() if members.included() else None
         root.remove_process_set(members.ranks or [], child)
         self._sets.pop(number).detach()
-        for known in [known for known in self._also if known.process_set_id == number]:
-            self._also.remove(known)
-            known.detach()
+        for registered in [registered for registered in self._also if registered.process_set_id == number]:
+            self._also.remove(registered)
+            registered.detach()
         self._free_numbers.append(number)
         members.detach()
         return True
 
     def forget(self) -> None:
         """Detach all sets from their world, which has ended."""
-        for known in (*self._sets.values(), *self._also):
-            known.detach()
+        for registered in (*self._sets.values(), *self._also):
+            registered.detach()
         self._sets = {0: self._everyone}
         self._also.clear()
         self._free_numbers.clear()
 
     def _number_of(self, ranks: Sequence[int]) -> int | None:
         """The number of the set that has these ranks; None if there is none."""
-        return next((number for number, known in self if tuple(known.ranks or ()) == tuple(ranks)), None)
+        return next((number for number, registered in self if tuple(registered.ranks or ()) == tuple(ranks)), None)
 
     def _make(self, members: ProcessSet, root: World, ranks: Sequence[int]) -> None:
         child = root.add_process_set(ranks)

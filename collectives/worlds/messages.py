@@ -1,6 +1,6 @@
 """Point-to-point messages of one world, on tensors of every kind.
 
-A rank that refuses its arguments tells nobody: the other side waits for the message, as for any that was not sent.
+A rank that refuses its arguments tells no peer: the other side waits for the message, as for any that was not sent.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ class Messages:
             raise self._named(error) from None
         name = dtypes.name(view.dtype)
         if isinstance(view, View):
-            found = view
+            buffer = view
 
             def finish() -> Any:
-                if found.copied:
-                    found.store()
+                if buffer.copied:
+                    buffer.store()
                 return tensor
 
             return Posted(source, tag, view.array, name, None), finish, view
@@ -279,9 +279,9 @@ def _shape(shape: Any) -> tuple[int, ...] | None:
     if shape is None:
         return None
     try:
-        found = tuple(int(size.__index__()) for size in ((shape,) if hasattr(shape, "__index__") else shape))
+        sizes = tuple(int(size.__index__()) for size in ((shape,) if hasattr(shape, "__index__") else shape))
     except (TypeError, AttributeError):
         raise InvalidTypeError(f"shape: expected non-negative integers, got {shape!r}") from None
-    if any(size < 0 for size in found):
+    if any(size < 0 for size in sizes):
         raise InvalidArgumentError(f"shape: expected non-negative integers, got {shape!r}")
-    return found
+    return sizes

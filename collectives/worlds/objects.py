@@ -27,7 +27,7 @@ class Objects:
     Args:
         operations: of the world.
         key: with which objects are signed that travel over a network; None where none do. Blocks of tensors are not
-            signed, and whoever can change them must not be able to have code executed.
+            signed, and a process that can change them must not be able to have code executed.
     """
 
     def __init__(self, operations: Operations, key: bytes | None) -> None:
@@ -36,9 +36,9 @@ class Objects:
         self._extra = 0 if key is None else _SIGNATURE_BYTES
 
     def broadcast_object(self, value: Object, root_rank: int = 0, *, name: str | None = None) -> Object:
-        mine = self._operations.rank == root_rank
-        buffer = self.broadcast_bytes(self._pickled(value, name) if mine else b"", root_rank, name=name)
-        return value if mine else pickle.loads(buffer.data)
+        is_root = self._operations.rank == root_rank
+        buffer = self.broadcast_bytes(self._pickled(value, name) if is_root else b"", root_rank, name=name)
+        return value if is_root else pickle.loads(buffer.data)
 
     def broadcast_bytes(self, data: bytes, root_rank: int, *, name: str | None = None) -> npt.NDArray[np.uint8]:
         """The root's ``data`` on every rank, where lengths may differ. Of the two operations the first, which transfers
@@ -75,10 +75,10 @@ class Objects:
         operations = self._operations
         operations.check_state()
         try:
-            mine = consistency.fingerprints(tensors)
+            fingerprints = consistency.fingerprints(tensors)
         except Exception as error:
             raise operations.refused(error, None) from None
-        consistency.compare(operations.ranks[operations.rank], self.allgather_object(mine), operations.ranks)
+        consistency.compare(operations.ranks[operations.rank], self.allgather_object(fingerprints), operations.ranks)
 
     def _signature(self, rank: int, name: str | None, data: bytes | memoryview) -> bytes:
         """An HMAC over what a rank says by a name; empty where nothing is signed."""

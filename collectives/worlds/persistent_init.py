@@ -70,8 +70,8 @@ class PersistentInit:
             handle = make(keywords, tensor, average, False, _output(tensor, out))
             deliver = handle.deliver
 
-            def into_out(done: Handle) -> Any:
-                deliver(done)
+            def into_out(completed: Handle) -> Any:
+                deliver(completed)
                 return out
 
             handle.deliver = into_out
@@ -146,8 +146,8 @@ class PersistentInit:
             )
             return Handle(entry, EMPTY, EMPTY, lambda _: self._agree(template, options, tensors, make))
 
-        made: PersistentOperation[Any] = self._operations.carry_out(meet, options)
-        return made
+        operation: PersistentOperation[Any] = self._operations.carry_out(meet, options)
+        return operation
 
     def _agree(
         self, template: Handle, options: CallOptions, tensors: Sequence[Any], make: Make
@@ -155,9 +155,9 @@ class PersistentInit:
         """Bind the operation, if all ranks can; all ranks are here, between the same two rounds."""
         number = next(self._numbers)
         parts = template.members or (template,)
-        mine = _can_bind(template, tensors, options), [tuple(part.rows) for part in parts]
-        told = self._exchange(mine)
-        if not all(can for can, _ in told):
+        own_answer = _can_bind(template, tensors, options), [tuple(part.rows) for part in parts]
+        answers = self._exchange(own_answer)
+        if not all(can for can, _ in answers):
             return self._rebuilt(template, number, options, make)
         context, problem = self._engine.context, ""
         rows: list[tuple[int, ...]] = [()] * len(parts)
@@ -165,18 +165,18 @@ class PersistentInit:
         try:
             for at, part in enumerate(parts):
                 if part.rows:
-                    rows[at] = place_gathered(context, part, [its_rows[at] for _, its_rows in told])
+                    rows[at] = place_gathered(context, part, [its_rows[at] for _, its_rows in answers])
             results = [part.deliver(part) for part in parts]
             result = results if template.members else results[0]
         except Exception as error:
             problem = in_words(self._name, error)
-        said = self._exchange((problem, [] if problem else [words_of(context, part) for part in parts]))
-        problems = [of_rank(self._operations.ranks[peer], its) for peer, (its, _) in enumerate(said) if its]
+        stated = self._exchange((problem, [] if problem else [words_of(context, part) for part in parts]))
+        problems = [of_rank(self._operations.ranks[peer], text) for peer, (text, _) in enumerate(stated) if text]
         if problems:
             raise TransportError(
                 f"rank {self._name}: {template.entry.request.describe()} cannot be made persistent: {problems[0]}"
             )
-        words = [[its[at] for _, its in said] for at in range(len(parts))]
+        words = [[rank_words[at] for _, rank_words in stated] for at in range(len(parts))]
         binding = Bound(context, template, number, result, words, rows, lambda: self._engine.threshold)
         self._bindings.add(binding)
         alone = self._run_alone(binding) if self._operations.size == 1 else None
@@ -237,13 +237,13 @@ def _view_of(part: Handle) -> arrays.View:
 
 def _output(tensor: Any, out: Any) -> Array:
     """The memory of ``out`` as an array for the result of a tensor's all-reduce."""
-    wanted, given = arrays.view(tensor), arrays.view(out, argument="out", writable=True)
-    if not (isinstance(wanted, arrays.View) and isinstance(given, arrays.View)):
+    expected, actual = arrays.view(tensor), arrays.view(out, argument="out", writable=True)
+    if not (isinstance(expected, arrays.View) and isinstance(actual, arrays.View)):
         raise InvalidArgumentError("out: expected None for a tensor on a GPU, whose all-reduce is persistent in place")
-    if (given.shape, given.dtype) != (wanted.shape, wanted.dtype) or given.copied:
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype) or actual.copied:
         raise InvalidArgumentError(
-            f"out: expected contiguous memory of shape {wanted.shape} and dtype {wanted.dtype}, got {given}"
+            f"out: expected contiguous memory of shape {expected.shape} and dtype {expected.dtype}, got {actual}"
         )
-    if np.may_share_memory(given.array, wanted.array):
+    if np.may_share_memory(actual.array, expected.array):
         raise InvalidArgumentError("out: shares memory with the tensor; leave it out to reduce the tensor in place")
-    return given.array.reshape(given.shape)
+    return actual.array.reshape(actual.shape)

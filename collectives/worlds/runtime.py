@@ -78,9 +78,9 @@ class _Default:
             InvalidArgumentError: it is another one already, perhaps in another thread, for which the lock would wait.
         """
         if asked.rank is not None:
-            world, told = self.world, (asked.rank, asked.size)
-            rank, size = self.told.setdefault("", told) if world is None else (world.rank, world.size)
-            if (rank, size) != told:
+            world, identity = self.world, (asked.rank, asked.size)
+            rank, size = self.told.setdefault("", identity) if world is None else (world.rank, world.size)
+            if (rank, size) != identity:
                 raise InvalidArgumentError(
                     f"init: rank={asked.rank}, size={asked.size}: this process is rank {rank} of {size} already, and a "
                     "process is one rank, whatever its threads: start each rank in a process of its own (under Dask: "
@@ -348,9 +348,9 @@ def root_in(process_set: ProcessSetLike | int | None, root_rank: Any, name: str 
     if process_set is None or process_set is global_process_set:
         return root_rank
     members = world_of(process_set)
-    known: Any = default.known.of(process_set) if isinstance(process_set, int) else process_set
+    resolved_set: Any = default.known.of(process_set) if isinstance(process_set, int) else process_set
     try:
-        return known.number_of(root_rank)
+        return resolved_set.number_of(root_rank)
     except InvalidArgumentError as error:
         raise members.refused(error, name) from None
 
@@ -365,9 +365,9 @@ def peer_in(process_set: ProcessSetLike | int | None, rank: Any, argument: str) 
     if process_set is None or process_set is global_process_set or rank == ANY_SOURCE:
         return rank
     members = world_of(process_set)
-    known: Any = default.known.of(process_set) if isinstance(process_set, int) else process_set
+    resolved_set: Any = default.known.of(process_set) if isinstance(process_set, int) else process_set
     try:
-        return known.number_of(rank, argument)
+        return resolved_set.number_of(rank, argument)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"rank {members.ranks[members.rank]}: {error}") from None
 

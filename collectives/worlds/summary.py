@@ -5,9 +5,9 @@ from __future__ import annotations
 from collectives.plan.planner import Placement
 
 
-def mpi_version(said: str) -> str:
+def mpi_version(text: str) -> str:
     """Name and version of an MPI, such as ``"MPICH 5.0.2"``, from ``MPI.Get_library_version()``."""
-    lines = said.strip("\0 \n").split(",")[0].splitlines()
+    lines = text.strip("\0 \n").split(",")[0].splitlines()
     return " ".join(lines[0].replace("Version:", "").split()) if lines else ""
 
 

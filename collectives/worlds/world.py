@@ -252,7 +252,7 @@ class World:
         child: World | None = self.operations.meet("add_process_set", split, ranks=chosen)
         if child is not None:
             child._context.timeline = self._context.timeline
-            child._engine.hinder("timeline", self._context.timeline is not None)
+            child._engine.set_obstacle("timeline", self._context.timeline is not None)
             self._children.append(child)
         return child
 
@@ -326,15 +326,15 @@ class World:
         """See `collectives.stop_timeline`."""
         for world in (self, *self._children):
             world._context.timeline = None
-            world._engine.hinder("timeline", False)
+            world._engine.set_obstacle("timeline", False)
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.close()
 
     def _first_of(self, problem: str) -> str:
         """The first problem that any rank reports, with its rank; all ranks call it, with "" for none."""
-        said = self._control.exchange(problem) if self.size > 1 else [problem]
-        return next((of_rank(self.ranks[peer], text) for peer, text in enumerate(said) if text), "")
+        problems = self._control.exchange(problem) if self.size > 1 else [problem]
+        return next((of_rank(self.ranks[peer], text) for peer, text in enumerate(problems) if text), "")
 
     def _open_timeline(self, path: str, mark_cycles: bool) -> None:
         """On all ranks at once: rank 0 names and begins the file, the others append to it."""
@@ -359,7 +359,7 @@ class World:
         self._recorder = recorder
         for world in (self, *self._children):
             world._context.timeline = recorder
-            world._engine.hinder("timeline")
+            world._engine.set_obstacle("timeline")
             world._engine.mark_cycles(mark_cycles)
 
     # ---- the end

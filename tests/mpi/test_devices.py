@@ -171,10 +171,10 @@ def test_memory_is_released_that_is_mapped_but_not_in_use(device: EmulatedDevice
         np.testing.assert_allclose(maker.host(result), expected(Op.SUM, parts), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("starving", ["one rank", "all ranks"])
+@pytest.mark.parametrize("out_of_memory", ["one rank", "all ranks"])
 @pytest.mark.parametrize("first", [True, False], ids=["first task", "later task"])
 def test_memory_is_released_before_there_is_said_to_be_none(
-    first: bool, starving: str, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+    first: bool, out_of_memory: str, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Freed memory is not free while peers have it mapped; once they have not, what is asked for a second time is there
     or is not."""
@@ -184,7 +184,7 @@ def test_memory_is_released_before_there_is_said_to_be_none(
         counts = (200_000, 180_000) if first else (400_000, 200_000, 180_000)
         tensors = [maker.device(np.full(count, float(world.rank), np.float32)) for count in counts]
         mapped_and_freed(world, device, maker)
-        if starving == "all ranks" or world.rank == world.size - 1:
+        if out_of_memory == "all ranks" or world.rank == world.size - 1:
             device._capacity = device._used + (3 << 20)
         for tensor in world.grouped_allreduce_(tensors, average=False, transport="cuda-ipc"):
             np.testing.assert_array_equal(maker.host(tensor), sum(range(world.size)))

@@ -316,14 +316,14 @@ class Delivery:
 
         def note(_: Transfer) -> None:
             kind, peer, tag, nbytes = _said_of(transfer)
-            said = {
+            details = {
                 "peer": "any" if peer == ANY_SOURCE else self._names[peer],
                 "tag": "any" if tag == ANY_TAG else tag,
                 "bytes": nbytes,
             }
             if transfer.error is not None:
-                said["error"] = type(transfer.error).__name__
-            timeline.span(TRACK, kind, begun, time.monotonic(), **said)
+                details["error"] = type(transfer.error).__name__
+            timeline.span(TRACK, kind, begun, time.monotonic(), **details)
             if then is not None:
                 then(transfer)
 

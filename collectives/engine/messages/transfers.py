@@ -1,7 +1,7 @@
 """Point-to-point messages until they are done: their handles, waiting for them, and noticing that one cannot come.
 
-A thread that waits advances the endpoint; while nobody waits, and something is unfinished, a background thread does now
-and then, so that a message also moves while the program computes or is in a collective.
+A thread that waits advances the endpoint; while no thread waits, and something is unfinished, a background thread does
+now and then, so that a message also moves while the program computes or is in a collective.
 """
 
 from __future__ import annotations
@@ -252,13 +252,13 @@ class Transfers:
         try:
             self._wait_for(transfer, timeout)
         except TransportError as error:
-            found: CollectivesError = error
+            cause: CollectivesError = error
             try:
                 # A rank's death may show in the network before it shows elsewhere.
                 backoff.poll(self._engine.look_for_failures, _FAILURE_SHOWS_WITHIN)
             except CollectivesError as failure:
-                found = failure
-            self.delivery.abandon(transfer, found)
+                cause = failure
+            self.delivery.abandon(transfer, cause)
 
     def _wait_for(self, transfer: Outgoing | Posted, timeout: float | None) -> None:
         delivery = self.delivery

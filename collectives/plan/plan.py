@@ -40,6 +40,7 @@ class Plan:
         needs_addresses: peers read or write private memory; on several hosts, whether those of any rank do.
         partners: the peers whose private memory this rank reads or writes.
         reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
+        later: the actions of each round but the first, if it has one segment, in windows alone; None of any other.
         loop: carries out the whole plan where the tensors of all ranks are mapped, or None
             (`collectives.plan.mapped_loops`).
         takes_slots: whether any rank has segments in window slots, so that all count the slots that the plan takes.
@@ -53,6 +54,7 @@ class Plan:
         "combination",
         "description",
         "groups",
+        "later",
         "loop",
         "needs_addresses",
         "partners",
@@ -84,6 +86,10 @@ class Plan:
         self.staged = staged
         self.touched_by = tuple((peer, (segments - 1) * stride + last + 1) for peer, last in program.touched_by)
         self.uses_window = program.uses_window
+        short = staged and segments == 1 and self.uses_window and not self.touched_by
+        self.later: tuple[tuple[Do, ...], ...] | None = None
+        if short and not any(bound.has_messages for bound in rounds):
+            self.later = tuple((*bound.pushes, *bound.rest) for bound in rounds[1:])
         actions = [action for r in program.rounds for action in (*r.pushes, *r.rest) if action.medium.in_place]
         self.partners = tuple(sorted({action.peer for action in actions}))
         self.needs_addresses = bool(actions or program.touched_by)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import collectives
+from collectives.base.reduce_op import Op
 from collectives.plan.mapped_loops import MappedMoves, MappedReduction
 from collectives.plan.planner import Crossovers
 from collectives.tensors.arena import arena
+from collectives.transport.host.mapped_memory import MappedMemory
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
 
@@ -143,3 +147,31 @@ def test_asynchronous_and_blocking_reductions_of_mapped_tensors_alternate() -> N
             assert (result == step + 0.5).all()
 
     thread_groups.run(2, program, make_world=World)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_rank_that_cannot_map_its_peers_reduces_a_bucket_with_those_that_can(
+    monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    view_of, refused = MappedMemory.view_of, []
+
+    def refusing(self: MappedMemory, peer: int, word: int, dtype: np.dtype[Any]) -> Any:
+        if self._board.rank == 1:
+            refused.append(peer)
+            return None
+        return view_of(self, peer, word, dtype)
+
+    monkeypatch.setattr(MappedMemory, "view_of", refusing)
+
+    def scenario(world: World) -> None:
+        for turn in range(2):
+            tensors = [collectives.empty(count, np.float32) for count in (200_001, 8_000, 70_000)]
+            for number, tensor in enumerate(tensors):
+                tensor[:] = np.arange(tensor.size) % 100 + 10 * number + world.rank + turn
+            reduce = world.grouped_allreduce_ if in_place else world.grouped_allreduce
+            for number, result in enumerate(reduce(tensors, op=Op.SUM)):
+                wanted = 3 * (np.arange(result.size) % 100 + 10 * number + turn) + 3
+                np.testing.assert_array_equal(result, wanted.astype(np.float32))
+
+    thread_groups.run(3, scenario, make_world=World)
+    assert set(refused) == {0, 2}

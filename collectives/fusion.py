@@ -7,8 +7,8 @@ A bucket is a list of tensors with the same reduction; for the schedule it is on
     blocks     |  block 0  |  block 1  |  each block is a list of pieces of tensors
 
 There is no buffer of that size. On one host a block is packed where the peers read it, in a window, or combined piece
-by piece where the tensors of all ranks are mapped.
-Between hosts small tensors are copied into a buffer, and large ones are reduced one by one.
+by piece where the tensors of all ranks are mapped. Between hosts small tensors are copied into a buffer, and large ones
+are reduced one by one.
 
 `plan` cuts an agreed list of operations into buckets of equal dtype, operation and scale factors, in the order of the
 list, none above the threshold; an operation may join an earlier bucket past others that do not fit it. The result
@@ -27,7 +27,8 @@ from collectives.tensors.reduction import Scaling
 from collectives.transport.base import Array
 
 MOST_TENSORS = 1024
-"""Tensors of a bucket: a plan is made in a fraction of a second."""
+"""Tensors of a bucket: two words of each travel with a token (`collectives.transport.host.board.max_words`)."""
+
 Piece = tuple[int, int, int, int, int]
 """A tensor's number, the piece's begin and end in the tensor, and in the block; in elements."""
 

@@ -58,8 +58,8 @@ test: setup lint  ## Set up, then ruff, mypy, and every test that this machine c
 	# ranks, comes last.
 	@status=0; set -x; \
 	$(FAST) || status=$$?; \
-	.venv/bin/python -m pytest --numprocesses 3 --dist worksteal --durations 20 -m slow --ignore tests/test_adapters.py || status=$$?; \
-	.venv/bin/python -m pytest --durations 0 tests/test_adapters.py || status=$$?; \
+	.venv/bin/python -m pytest --numprocesses 3 --dist worksteal --durations 20 -m slow --ignore tests/processes/test_adapters.py || status=$$?; \
+	.venv/bin/python -m pytest --durations 0 tests/processes/test_adapters.py || status=$$?; \
 	exit $$status
 
 test-fast: .venv/.installed  ## The quick tests: pure, and with ranks as threads

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from collectives.base import launchers
-from tests import host_kernels
+from tests.support.emulated import host_kernels
 
 # Hundreds of interpreters start, and may keep what they compile for the next ones, whatever the user's own do.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

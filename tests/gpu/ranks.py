@@ -19,8 +19,8 @@ import collectives
 from benchmarks.gpu.figures import attempt, publish, skip
 from benchmarks.ranks import launched_rank
 from collectives.device.diagnosis import why_not
-from tests.gpu_makers import Maker, maker
-from tests.gpu_scenarios import QUICK, SCENARIOS
+from tests.support.scenarios.gpu import QUICK, SCENARIOS
+from tests.support.scenarios.gpu_makers import Maker, maker
 
 
 def main() -> None:
@@ -88,8 +88,9 @@ def _on_gpu(given: argparse.Namespace) -> Iterator[dict[str, Maker]]:
 @contextlib.contextmanager
 def _emulated() -> Iterator[dict[str, Maker]]:
     """The same on one emulated GPU that all ranks share, whose streams dawdle differently on each."""
-    from tests import emulated_ranks, host_kernels
-    from tests.gpu_makers import EmulatedMaker
+    from tests.support.emulated import host_kernels
+    from tests.support.emulated import ranks as emulated_ranks
+    from tests.support.scenarios.gpu_makers import EmulatedMaker
 
     if host_kernels.COMPILER is None:
         skip(host_kernels.MISSING, launched_rank())

@@ -16,8 +16,8 @@ from collectives.base.reduce_op import Op
 from collectives.device.diagnosis import why_not
 from collectives.device.kernels import Kernels, finish
 from collectives.device.packing import Packing
-from tests.gpu_makers import CupyMaker
-from tests.scenarios import DTYPES, assert_close, expected, ops_for, sample
+from tests.support.scenarios.gpu_makers import CupyMaker
+from tests.support.scenarios.worlds import DTYPES, assert_close, expected, ops_for, sample
 
 PROBLEM = why_not()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]

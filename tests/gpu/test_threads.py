@@ -12,8 +12,8 @@ from collectives.base.errors import TransportError
 from collectives.device.diagnosis import why_not
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
-from tests.gpu_makers import CupyMaker
-from tests.gpu_scenarios import SCENARIOS, Scenario
+from tests.support.scenarios.gpu import SCENARIOS, Scenario
+from tests.support.scenarios.gpu_makers import CupyMaker
 
 PROBLEM = why_not()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from collectives.transport.group import Group
-from tests import conformance
 from tests.mpi.worlds import configs
+from tests.support.scenarios import conformance
 
 pytestmark = pytest.mark.mpi
 RANKS = {"openmpi": (3,), "mpich": (3,)}

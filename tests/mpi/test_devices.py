@@ -17,13 +17,13 @@ from collectives.cuda import backend
 from collectives.device import selection
 from collectives.transport.mpi import mpi_groups
 from collectives.worlds.world import World
-from tests import gpu_scenarios as scenarios
-from tests.emulated_cuda import EmulatedDevice
-from tests.emulated_memory import SPACE
-from tests.emulated_ranks import PATIENCE, check, own_device, own_stream
-from tests.gpu_makers import EmulatedMaker
-from tests.gpu_scenarios import QUICK, Scenario
-from tests.scenarios import expected, sample
+from tests.support.emulated.cuda import EmulatedDevice
+from tests.support.emulated.memory import SPACE
+from tests.support.emulated.ranks import PATIENCE, check, own_device, own_stream
+from tests.support.scenarios import gpu as scenarios
+from tests.support.scenarios.gpu import QUICK, Scenario
+from tests.support.scenarios.gpu_makers import EmulatedMaker
+from tests.support.scenarios.worlds import expected, sample
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("kernels")]
 RANKS = {"openmpi": (3,), "mpich": (2,)}

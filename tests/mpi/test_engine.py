@@ -11,8 +11,8 @@ import pytest
 import collectives as hvd
 from collectives.base.config import Config
 from collectives.worlds.world import World
-from tests.engine_scenarios import SCENARIOS, STEADY
 from tests.mpi.worlds import configs
+from tests.support.scenarios.engine import SCENARIOS, STEADY
 
 pytestmark = pytest.mark.mpi
 RANKS = {"openmpi": (1, 3), "mpich": (2,)}

@@ -11,10 +11,10 @@ import pytest
 
 import collectives as hvd
 from collectives.worlds.world import World
-from tests import persistent_scenarios
 from tests.mpi.test_engine import connect
 from tests.mpi.worlds import configs
-from tests.persistent_scenarios import SCENARIOS
+from tests.support.scenarios import persistent as persistent_scenarios
+from tests.support.scenarios.persistent import SCENARIOS
 
 pytestmark = pytest.mark.mpi
 RANKS = {"openmpi": (3,), "mpich": (2,)}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 import collectives
 from collectives.base.errors import InvalidArgumentError
-from tests.point_to_point_scenarios import SCENARIOS, Program, programs, run_program
+from tests.support.scenarios.point_to_point import SCENARIOS, Program, programs, run_program
 
 pytestmark = pytest.mark.mpi
 

@@ -9,7 +9,7 @@ import pytest
 
 from collectives.worlds.world import World
 from tests.mpi.worlds import configs
-from tests.programs import SETS, draw, make_sets, run
+from tests.support.random.programs import SETS, draw, make_sets, run
 
 pytestmark = pytest.mark.mpi
 RANKS = {"openmpi": (4,), "mpich": (3,)}

@@ -8,7 +8,7 @@ import pytest
 
 import collectives
 from collectives.worlds.world import World
-from tests.scenarios import SCENARIOS
+from tests.support.scenarios.worlds import SCENARIOS
 
 pytestmark = pytest.mark.mpi
 RANKS = {"openmpi": (1, 2), "mpich": (3,)}

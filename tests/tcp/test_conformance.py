@@ -10,10 +10,10 @@ import pytest
 
 from collectives.base.config import Config
 from collectives.transport.group import Group
-from tests import conformance
-from tests.every_scenario import OF_GROUPS, name_of
-from tests.processes import by_tcp, group_alone
-from tests.teams import Team
+from tests.support.launching.processes import by_tcp, group_alone
+from tests.support.launching.teams import Team
+from tests.support.scenarios import conformance
+from tests.support.scenarios.everywhere import OF_GROUPS, name_of
 
 Check = Callable[[Group], None]
 GROUPS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""Hostile connections to every port of a running job; `python -m tests.hostile` makes 10,000 of them."""
+"""Hostile connections to every port of a running job; `python -m tests.trials.hostile` makes 10,000 of them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from collectives.transport.stores.store import Store, StoreServer
 from collectives.transport.tcp import listener
 from collectives.transport.tcp.authentication import Verification, make_key
 from collectives.transport.tcp.service import Service
-from tests import tampering
-from tests.hostile import ATTACKS, Attacker, Refusal, besiege, record, start_job
-from tests.processes import KEY
+from tests.support.launching.processes import KEY
+from tests.trials import tampering
+from tests.trials.hostile import ATTACKS, Attacker, Refusal, besiege, record, start_job
 
 
 def test_nobody_gets_into_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_nobody_gets_into_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     "name", ["none", "words, a bit", "words, pickle", "heart, invented", "store, old", "data, a bit"]
 )
 def test_what_is_changed_between_two_ranks_is_not_used(name: str, tmp_path: Path) -> None:
-    """`python -m tests.tampering` has more of it."""
+    """`python -m tests.trials.tampering` has more of it."""
     attack = tampering.ATTACKS[name]
     print(tampering.attacked(name, partial(tampering.on_path, attack, tmp_path), tmp_path, attack.borne))
 
@@ -93,7 +93,7 @@ def test_who_gets_in_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     try:
         recorded = [record(service, server.address, key, b"recorded")]
         attacker = Attacker([server.address], Random(0), recorded, tmp_path / "canary")
-        monkeypatch.setattr("tests.hostile.ATTACKS", {"replay": ATTACKS["replay"]})
+        monkeypatch.setattr("tests.trials.hostile.ATTACKS", {"replay": ATTACKS["replay"]})
         with pytest.raises(Refusal, match=r"replay at .*: got 32 bytes beyond greeting and nonce"):
             attacker.attack()
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.program_runs import run_on_processes
+from tests.support.random.program_runs import run_on_processes
 
 
 @pytest.mark.parametrize(("first", "size"), [(1010, 4), (1060, 3)], ids=["2-and-2", "3-messages"])

@@ -1,6 +1,6 @@
 """Scenarios over TCP: ranks as processes that no MPI connects, on pretended hosts, and over messages only.
 
-`python -m tests.every_scenario` has all scenarios in worlds of all shapes.
+`python -m tests.support.scenarios.everywhere` has all scenarios in worlds of all shapes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from collectives.base.config import Config
 from collectives.base.errors import RankFailedError
 from collectives.transport.tcp.tcp_groups import TcpWiring
 from collectives.worlds.world import World
-from tests import engine_scenarios, persistent_scenarios, scenarios
-from tests.every_scenario import mapped
-from tests.processes import by_tcp, run
-from tests.teams import Team
+from tests.support.launching.processes import by_tcp, run
+from tests.support.launching.teams import Team
+from tests.support.scenarios import engine as engine_scenarios
+from tests.support.scenarios import persistent as persistent_scenarios
+from tests.support.scenarios import worlds as scenarios
+from tests.support.scenarios.everywhere import mapped
 
 Scenario = Callable[[World], None]
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {

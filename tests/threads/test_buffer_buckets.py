@@ -13,7 +13,7 @@ from collectives.base.reduce_op import Op
 from collectives.engine.buffer_bucket import BufferBucket
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
-from tests.scenarios import assert_close, ops_for, sample
+from tests.support.scenarios.worlds import assert_close, ops_for, sample
 
 SIZES = (1, 0, 5, 63, 64, 1000, 7, 40_000, 0, 200, 3)
 """Elements of a bucket's tensors, some without any."""

@@ -16,7 +16,7 @@ from collectives.engine import adasum
 from collectives.tensors.compression import Compression
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
-from tests.scenarios import sample
+from tests.support.scenarios.worlds import sample
 
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-6, "float64": 1e-13}
 

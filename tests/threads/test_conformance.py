@@ -8,7 +8,7 @@ import pytest
 
 from collectives.transport.group import Group
 from collectives.transport.threads import thread_groups
-from tests import conformance
+from tests.support.scenarios import conformance
 
 ALL = [
     *conformance.control_checks,

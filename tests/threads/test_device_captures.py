@@ -12,10 +12,10 @@ from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError, MismatchError
 from collectives.base.reduce_op import Op
 from collectives.worlds.world import World
-from tests.emulated_cuda import EmulatedDevice
-from tests.emulated_gate import Gate
-from tests.emulated_ranks import PATIENCE, emulated, on_threads
-from tests.gpu_makers import EmulatedMaker
+from tests.support.emulated.cuda import EmulatedDevice
+from tests.support.emulated.gate import Gate
+from tests.support.emulated.ranks import PATIENCE, emulated, on_threads
+from tests.support.scenarios.gpu_makers import EmulatedMaker
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.timeout(100)]
 CONFIG = Config(timeout=PATIENCE, host_until=0)

@@ -24,10 +24,10 @@ from collectives.device import selection
 from collectives.device.protocol import active
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
-from tests.emulated_cuda import EmulatedProvider
-from tests.emulated_nccl import EmulatedCommunicator, EmulatedNccl
-from tests.emulated_ranks import PATIENCE, emulated, on_threads, own_stream
-from tests.gpu_makers import Array, EmulatedMaker
+from tests.support.emulated.cuda import EmulatedProvider
+from tests.support.emulated.nccl import EmulatedCommunicator, EmulatedNccl
+from tests.support.emulated.ranks import PATIENCE, emulated, on_threads, own_stream
+from tests.support.scenarios.gpu_makers import Array, EmulatedMaker
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.timeout(100)]
 BOUND = 10.0

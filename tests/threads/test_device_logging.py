@@ -9,8 +9,8 @@ import pytest
 
 from collectives.base.config import Config
 from collectives.worlds.world import World
-from tests.emulated_ranks import emulated, on_threads
-from tests.gpu_makers import EmulatedMaker
+from tests.support.emulated.ranks import emulated, on_threads
+from tests.support.scenarios.gpu_makers import EmulatedMaker
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.timeout(100)]
 

@@ -1,7 +1,7 @@
 """Random programs on host and device tensors with ranks as threads on emulated GPUs; and what such programs have found,
 one by one.
 
-More of them by hand: ``python -m tests.device_programs 0 1000``.
+More of them by hand: ``python -m tests.support.random.device_programs 0 1000``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collectives.base.reduce_op import Op
 from collectives.device.protocol import active
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
-from tests.device_programs import check, run_seed
-from tests.emulated_nccl import EmulatedNccl
-from tests.emulated_ranks import PATIENCE, emulated, on_threads, own_stream
-from tests.gpu_makers import EmulatedMaker
-from tests.scenarios import expected, sample
+from tests.support.emulated.nccl import EmulatedNccl
+from tests.support.emulated.ranks import PATIENCE, emulated, on_threads, own_stream
+from tests.support.random.device_programs import check, run_seed
+from tests.support.scenarios.gpu_makers import EmulatedMaker
+from tests.support.scenarios.worlds import expected, sample
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.timeout(100)]
 

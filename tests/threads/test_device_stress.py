@@ -13,9 +13,9 @@ import pytest
 from collectives.base.config import Config
 from collectives.base.reduce_op import Op
 from collectives.worlds.world import World
-from tests.emulated_ranks import PATIENCE, emulated, on_threads
-from tests.gpu_makers import Array, EmulatedMaker
-from tests.scenarios import sample
+from tests.support.emulated.ranks import PATIENCE, emulated, on_threads
+from tests.support.scenarios.gpu_makers import Array, EmulatedMaker
+from tests.support.scenarios.worlds import sample
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.timeout(100)]
 

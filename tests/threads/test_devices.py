@@ -17,15 +17,15 @@ from collectives.base.config import Config
 from collectives.base.errors import MismatchError, TransportError
 from collectives.base.reduce_op import Op
 from collectives.worlds.world import World
-from tests import gpu_scenarios as scenarios
-from tests.emulated_cuda import EmulatedDevice
-from tests.emulated_gate import Gate
-from tests.emulated_memory import SPACE
-from tests.emulated_nccl import EmulatedNccl
-from tests.emulated_ranks import PATIENCE, emulated, on_threads
-from tests.gpu_makers import EmulatedMaker
-from tests.gpu_scenarios import SCENARIOS, Scenario
-from tests.scenarios import expected, sample
+from tests.support.emulated.cuda import EmulatedDevice
+from tests.support.emulated.gate import Gate
+from tests.support.emulated.memory import SPACE
+from tests.support.emulated.nccl import EmulatedNccl
+from tests.support.emulated.ranks import PATIENCE, emulated, on_threads
+from tests.support.scenarios import gpu as scenarios
+from tests.support.scenarios.gpu import SCENARIOS, Scenario
+from tests.support.scenarios.gpu_makers import EmulatedMaker
+from tests.support.scenarios.worlds import expected, sample
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.timeout(100)]
 

@@ -10,7 +10,7 @@ import pytest
 from collectives.base.config import Config
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
-from tests.engine_scenarios import SCENARIOS, STEADY
+from tests.support.scenarios.engine import SCENARIOS, STEADY
 
 Scenario = Callable[[World], None]
 SEVERAL_HOSTS = (

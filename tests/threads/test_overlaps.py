@@ -17,7 +17,7 @@ from collectives.engine.handles import Handle
 from collectives.tensors.compression import Compression
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
-from tests.conformance import until
+from tests.support.scenarios.conformance import until
 
 WAYS: dict[str, tuple[Config, Any]] = {
     "window": (Config(transport="window"), None),

@@ -10,8 +10,8 @@ import pytest
 from collectives.base.config import Config
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
-from tests import persistent_scenarios
-from tests.persistent_scenarios import SCENARIOS
+from tests.support.scenarios import persistent as persistent_scenarios
+from tests.support.scenarios.persistent import SCENARIOS
 
 Scenario = Callable[[World], None]
 SEVERAL_HOSTS = (((0, 2), (1,)), pytest.param(((0,), (1,)), marks=pytest.mark.slow))

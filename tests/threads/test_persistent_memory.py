@@ -22,7 +22,7 @@ from collectives.transport import backoff
 from collectives.transport.threads import thread_groups
 from collectives.worlds.persistent import BoundOperation
 from collectives.worlds.world import World
-from tests.engine_scenarios import works
+from tests.support.scenarios.engine import works
 from tests.threads.test_fast_path import calls_of
 
 

@@ -24,7 +24,7 @@ from collectives.engine.messages.transfers import Transfers
 from collectives.transport.threads import thread_groups
 from collectives.transport.threads.thread_endpoint import ThreadEndpoint
 from collectives.worlds.world import World
-from tests.point_to_point_scenarios import LARGE, SCENARIOS, Program, programs, run_program
+from tests.support.scenarios.point_to_point import LARGE, SCENARIOS, Program, programs, run_program
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

@@ -10,8 +10,8 @@ import pytest
 from collectives.base.errors import InvalidArgumentError, MismatchError
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
-from tests.emulated_ranks import emulated, on_threads
-from tests.gpu_makers import EmulatedMaker
+from tests.support.emulated.ranks import emulated, on_threads
+from tests.support.scenarios.gpu_makers import EmulatedMaker
 
 COUNTS = (3, 50_000)
 

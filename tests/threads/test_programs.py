@@ -9,7 +9,7 @@ import pytest
 
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
-from tests.programs import Menu, Program, draw, run
+from tests.support.random.programs import Menu, Program, draw, run
 
 SEVERAL_HOSTS = (((0,), (1,)), ((0, 2), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,)))
 

@@ -8,7 +8,7 @@ import pytest
 
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
-from tests.scenarios import SCENARIOS
+from tests.support.scenarios.worlds import SCENARIOS
 
 ONE_HOST = (1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 7)))
 SEVERAL_HOSTS = (

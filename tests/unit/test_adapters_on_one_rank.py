@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.adapter_runs import run_adapter
+from tests.support.launching.adapter_runs import run_adapter
 
 
 @pytest.mark.slow

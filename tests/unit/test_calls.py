@@ -15,8 +15,8 @@ import pytest
 
 import collectives
 from collectives.device import libcuda
-from tests.calls import Use, all_uses, uses
-from tests.fake_cupy import CONSTANTS, SIGNATURES, parameters, signature, signatures
+from tests.support.emulated.fake_cupy import CONSTANTS, SIGNATURES, parameters, signature, signatures
+from tests.support.emulated.package_calls import Use, all_uses, uses
 
 PACKAGE = Path(collectives.__file__).parent
 TABLE = {f"{module}.{name}": text for module in SIGNATURES for name, text in signatures(module).items()}

@@ -19,8 +19,8 @@ from collectives.device import selection
 from collectives.tensors import arrays, dlpack
 from collectives.tensors.cuda_tensors import DeviceView, view
 from collectives.tensors.detection import is_on_device
-from tests.emulated_cuda import EmulatedArray, EmulatedDevice, EmulatedProvider
-from tests.emulated_gate import Gate
+from tests.support.emulated.cuda import EmulatedArray, EmulatedDevice, EmulatedProvider
+from tests.support.emulated.gate import Gate
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from collectives.device.protocol import Allocation, active
 from collectives.transport.cuda import cuda_ipc
 from collectives.transport.cuda.cuda_ipc import WORDS, IpcMemory, Mappings
-from tests import host_kernels
-from tests.emulated_cuda import EmulatedDevice
+from tests.support.emulated import host_kernels
+from tests.support.emulated.cuda import EmulatedDevice
 
 
 class Driver:

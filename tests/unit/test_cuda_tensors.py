@@ -22,9 +22,9 @@ from collectives.device import diagnosis, selection
 from collectives.tensors import arrays, dlpack, streams
 from collectives.tensors.cuda_tensors import DeviceArray, DeviceView, view
 from collectives.tensors.detection import is_on_device
-from tests.emulated_array import lent
-from tests.emulated_cuda import EmulatedArray, EmulatedDevice, EmulatedProvider
-from tests.emulated_gate import Gate
+from tests.support.emulated.array import lent
+from tests.support.emulated.cuda import EmulatedArray, EmulatedDevice, EmulatedProvider
+from tests.support.emulated.gate import Gate
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import collectives.device
 from collectives.base.errors import InvalidArgumentError, MissingDependencyError, OutOfMemoryError, TransportError
 from collectives.device import diagnosis, libcuda, selection
 from collectives.device.protocol import Allocation, active
-from tests.fake_cupy import CudaError, FakeCupy, build_library
+from tests.support.emulated.fake_cupy import CudaError, FakeCupy, build_library
 
 SOURCE = 'extern "C" __global__ void scale(float* x, float y, float z) { x[threadIdx.x] = x[threadIdx.x] * y + z; }'
 OURS = ("compiler", "cupy_device")

@@ -18,7 +18,7 @@ import pytest
 from collectives.device import diagnosis, libcuda
 from collectives.launch import report
 from collectives.worlds import capabilities
-from tests.fake_cupy import FakeCupy, build_library
+from tests.support.emulated.fake_cupy import FakeCupy, build_library
 
 BROKEN = (
     "================================\nFailed to import CuPy.\n\nOriginal error:\n  ImportError: numpy is too "

@@ -18,7 +18,7 @@ from collectives.base.reduce_op import Op
 from collectives.device import kernel_sources, kernels
 from collectives.device.kernels import Kernels, Scaling, ScalingKind
 from collectives.tensors import reduction
-from tests import host_kernels
+from tests.support.emulated import host_kernels
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

@@ -21,8 +21,8 @@ from collectives.device.kernel_sources import TILE_BYTES
 from collectives.device.kernels import Kernels
 from collectives.device.packing import Packing, _tables
 from collectives.tensors import halves, reduction
-from tests import host_kernels
-from tests.emulated_cuda import EmulatedDevice
+from tests.support.emulated import host_kernels
+from tests.support.emulated.cuda import EmulatedDevice
 
 pytest.importorskip("ml_dtypes")
 pytestmark = [

@@ -17,9 +17,9 @@ from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.tensors import dlpack
 from collectives.tensors.dlpack_export import Export
-from tests.emulated_array import lent
-from tests.emulated_cuda import EmulatedArray, EmulatedDevice
-from tests.emulated_gate import Gate
+from tests.support.emulated.array import lent
+from tests.support.emulated.cuda import EmulatedArray, EmulatedDevice
+from tests.support.emulated.gate import Gate
 
 NUMPY_NAMES = [name for name in dtypes.NAMES if name != "bfloat16"]
 

@@ -16,10 +16,10 @@ import pytest
 
 from collectives.base.errors import TransportError
 from collectives.device.protocol import Array, Device, Provider
-from tests import host_kernels
-from tests.emulated_cuda import EmulatedArray, EmulatedDevice, EmulatedProvider
-from tests.emulated_memory import GARBAGE
-from tests.emulated_streams import GLOBAL, RELAXED, THREAD_LOCAL
+from tests.support.emulated import host_kernels
+from tests.support.emulated.cuda import EmulatedArray, EmulatedDevice, EmulatedProvider
+from tests.support.emulated.memory import GARBAGE
+from tests.support.emulated.streams import GLOBAL, RELAXED, THREAD_LOCAL
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 20.0
@@ -183,7 +183,7 @@ def test_the_current_stream_and_device_belong_to_the_thread(device: EmulatedDevi
 
 CHILD = """
 import sys, threading
-from tests.emulated_cuda import EmulatedDevice
+from tests.support.emulated.cuda import EmulatedDevice
 device = EmulatedDevice(patience=20)
 device.activate()
 hold = threading.Event()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from collectives.base import dtypes
-from tests import host_kernels
 from tests.gpu import compile
+from tests.support.emulated import host_kernels
 
 pytest.importorskip("ml_dtypes")
 

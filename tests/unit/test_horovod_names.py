@@ -21,7 +21,7 @@ from collectives.base import errors
 from collectives.horovod.unavailable import INSTEAD
 from collectives.launch import cli, job
 from collectives.launch.mpirun import Launcher, Vendor
-from tests.mpirun import ROOT
+from tests.support.launching.mpirun import ROOT
 
 FOLDER = collectives.horovod.FOLDER
 COMPAT = ROOT / "compat"

@@ -19,9 +19,9 @@ from collectives.transport.tcp.tcp_messages import TcpMessages
 from collectives.transport.tcp.tcp_words import TcpWords
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
-from tests import loopback_links
-from tests.loopback_links import LoopbackLinks, raised
-from tests.scenarios import assert_close, expected, ops_for, sample
+from tests.support.emulated import loopback_links
+from tests.support.emulated.loopback_links import LoopbackLinks, raised
+from tests.support.scenarios.worlds import assert_close, expected, ops_for, sample
 
 
 def run(size: int, body: Callable[[World], Any]) -> list[Any]:

@@ -29,8 +29,8 @@ from collectives.cuda.messages import NcclMessages
 from collectives.device import nccl_binding
 from collectives.transport.cuda import nccl, nccl_elements, nccl_library
 from collectives.transport.cuda.watchdog import Watch, _WorkInFlight
-from tests.emulated_nccl import EmulatedCommunicator, EmulatedNccl
-from tests.fake_cupy import checked, signatures
+from tests.support.emulated.fake_cupy import checked, signatures
+from tests.support.emulated.nccl import EmulatedCommunicator, EmulatedNccl
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -835,7 +835,7 @@ def test_a_watch_that_is_dropped_ends_its_thread_without_the_collector(interval:
 
 
 class StreamThreads:
-    """A device with streams that are threads: what the emulation needs of `tests.emulated_cuda`."""
+    """A device with streams that are threads: what the emulation needs of `tests.support.emulated.cuda`."""
 
     def __init__(self) -> None:
         self._streams: dict[int, queue.Queue[Callable[[], None] | None]] = {}

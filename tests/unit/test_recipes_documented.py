@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.mpirun import ROOT
+from tests.support.launching.mpirun import ROOT
 
 
 def test_every_row_is_a_test_and_every_test_has_a_row() -> None:

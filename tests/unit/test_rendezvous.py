@@ -29,7 +29,7 @@ from collectives.base.places import Spot, ports_of
 from collectives.transport.stores import meeting, rendezvous
 from collectives.transport.stores.rendezvous import NOTHING, Asked, Place, asked, exchange_of, find
 from collectives.transport.tcp import network
-from tests.ports import free_port
+from tests.support.launching.ports import free_port
 from tests.unit.test_store_exchange import LocalStore
 
 CONFIG = Config(timeout=20.0)

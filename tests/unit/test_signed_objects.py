@@ -13,7 +13,7 @@ import pytest
 
 from collectives.base.errors import TransportError
 from collectives.worlds.objects import Objects
-from tests.hostile import Bomb
+from tests.trials.hostile import Bomb
 
 KEY = b"k" * 32
 

@@ -12,8 +12,8 @@ from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.transport.tcp import tcp_channel
 from collectives.transport.tcp.tcp_channel import TcpChannel
 from collectives.transport.tcp.tcp_messages import LANES_FROM, TcpMessages
-from tests import loopback_links
-from tests.loopback_links import LoopbackLinks, raised
+from tests.support.emulated import loopback_links
+from tests.support.emulated.loopback_links import LoopbackLinks, raised
 
 
 def pattern(sender: int, receiver: int, number: int, size: int) -> Any:

@@ -14,8 +14,8 @@ from collectives.transport.tcp import tcp_channel
 from collectives.transport.tcp.network_control import NetworkControl
 from collectives.transport.tcp.tcp_channel import TcpChannel
 from collectives.transport.tcp.tcp_words import TcpWords
-from tests import loopback_links
-from tests.loopback_links import raised
+from tests.support.emulated import loopback_links
+from tests.support.emulated.loopback_links import raised
 
 
 def control_of(channel: TcpChannel) -> NetworkControl:

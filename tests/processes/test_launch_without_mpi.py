@@ -1,0 +1,335 @@
+"""Real jobs that ``collectivesrun`` starts without MPI, on this host and on several: however a rank, agent, host or
+the launcher ends, the job ends in bounded time, says why, and leaves nothing behind.
+
+The ranks use none of the package, but those of `collectives.run`. The harness bounds every job and finds what is left
+behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from collectives.launch import agent
+from tests.support.launching.clusters import Cluster, cluster
+from tests.support.launching.mpirun import Result, run_command
+
+LAUNCHER = [sys.executable, "-m", "collectives.launch"]
+WAITING = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+folder, rank, size = Path(__file__).parent, int(os.environ["COLLECTIVES_RANK"]), int(os.environ["COLLECTIVES_SIZE"])
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+(folder / f"here-{rank}").touch()
+while rank == 0 and len(list(folder.glob("here-*"))) < size:
+    time.sleep(0.01)
+if rank == 0:
+    (folder / "ready").touch()
+"""
+"""All ranks are here, each with a process of its own that waits."""
+FOREVER = "time.sleep(60)\n"
+
+
+@pytest.fixture
+def no_mpi(tmp_path: Path) -> dict[str, str]:
+    """An environment in which mpi4py cannot be imported, and no mpirun is found on PATH."""
+    folder = tmp_path / "no-mpi"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['mpi4py'] = None\n")
+    kept = [part for part in os.environ["PATH"].split(os.pathsep) if not shutil.which("mpirun", path=part)]
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()]), "PATH": os.pathsep.join(kept)}
+
+
+def script(folder: Path, program: str) -> list[str]:
+    """Return the command of a rank that runs a program."""
+    (folder / "program.py").write_text(program)
+    return [sys.executable, str(folder / "program.py")]
+
+
+def agents(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Return the agents of a job, rank 0's first, from its processes."""
+    found = {process.parent() for process in processes if process.environ().get("COLLECTIVES_RANK") is not None}
+    return [process for process in found if process is not None and agent.__file__ in process.cmdline()]
+
+
+def launcher(processes: Sequence[psutil.Process]) -> psutil.Process:
+    """Return the process of ``collectivesrun``, from a job's."""
+    return next(process for process in processes if process.cmdline()[: len(LAUNCHER)] == LAUNCHER)
+
+
+def all_end(processes: Sequence[psutil.Process]) -> bool:
+    """Whether processes end within a bounded time. Those of other hosts may stay zombies: their init does not reap."""
+    end = time.monotonic() + 10
+    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "last"),
+    [
+        ("raise ValueError('no good')", 1, "ValueError: no good"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            f"rank 1 on {os.uname().nodename} was killed by signal 9 (SIGKILL)",
+        ),
+    ],
+)
+def test_a_failure_ends_the_job_and_is_shown_last(
+    failure: str, code: int, last: str, no_mpi: dict[str, str], tmp_path: Path
+) -> None:
+    program = script(tmp_path, f"{WAITING}if rank == 1:\n    {failure}\n{FOREVER}")
+    result = run_command([*LAUNCHER, "-np", "3", *program], expect=code, timeout=30, env=no_mpi)
+    assert result.output.rstrip().endswith(last) and result.output.count("Traceback") == ("raise" in failure), str(
+        result
+    )
+
+
+def test_a_good_job(no_mpi: dict[str, str], tmp_path: Path) -> None:
+    program = script(
+        tmp_path,
+        """
+import os, sys
+names = ("COLLECTIVES_RANK", "COLLECTIVES_SIZE", "COLLECTIVES_LOCAL_RANK", "HOROVOD_RANK", "HOROVOD_LOCAL_SIZE")
+print(*(os.environ[name] for name in names), os.environ["COLLECTIVES_ALGORITHM"], sys.argv[1:], sys.stdin.read())
+print("an error", file=sys.stderr)
+""",
+    )
+    options = ["--as-horovod", "--algorithm", "ring", "--output-filename", str(tmp_path / "out")]
+    hostile = ["", "a b", "'\"$(touch pwned);", "é", "\n"]
+    result = run_command([*LAUNCHER, "-np", "2", *options, *program, *hostile], timeout=30, env=no_mpi)
+    for rank in range(2):
+        said = f"{rank} 2 {rank} {rank} 2 ring {hostile} \n"
+        assert (tmp_path / "out" / f"rank.{rank}" / "stdout").read_text() == said
+        assert f"[{rank}] {said}" in result.output and f"[{rank}] an error\n" in result.output
+
+
+def test_standard_input_is_rank_0s(no_mpi: dict[str, str]) -> None:
+    program = [sys.executable, "-c", "import sys; print(sys.stdin.read())"]
+    command = [*LAUNCHER, "-np", "2", *program]
+    shown = run_command(["sh", "-c", 'echo for you | "$@"', "sh", *command], timeout=30, env=no_mpi).output
+    assert "[0] for you\n" in shown and "[1] \n" in shown
+
+
+def test_a_function_runs_on_ranks(no_mpi: dict[str, str]) -> None:
+    program = """
+import collectives, os
+print(collectives.run(lambda word: word + os.environ["COLLECTIVES_RANK"], ["rank "], np=3))
+"""
+    shown = run_command([sys.executable, "-c", program], timeout=30, env=no_mpi).output
+    assert shown == "['rank 0', 'rank 1', 'rank 2']\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "stubborn"),
+    [
+        (signal.SIGINT, 130, ""),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGINT, 130, "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN)\n"),
+        (signal.SIGKILL, -9, ""),
+    ],
+)
+def test_a_signal_to_the_launcher_ends_all(
+    number: signal.Signals, code: int, stubborn: str, no_mpi: dict[str, str], tmp_path: Path
+) -> None:
+    program = script(tmp_path, f"import signal\n{stubborn}{WAITING}{FOREVER}")
+    interrupt = (tmp_path / "ready", number)
+    run_command([*LAUNCHER, "-np", "3", *program], expect=code, timeout=40, interrupt=interrupt, env=no_mpi)
+
+
+def test_a_second_interrupt_ends_the_job_at_once(no_mpi: dict[str, str], tmp_path: Path) -> None:
+    asked = "signal.signal(signal.SIGTERM, lambda number, frame: (folder / 'asked').touch())\n"
+    program = script(tmp_path, f"import signal\nsignal.signal(2, signal.SIG_IGN)\n{WAITING}{asked}{FOREVER}")
+
+    def interrupt(processes: list[psutil.Process]) -> None:
+        for _ in range(2):
+            launcher(processes).send_signal(signal.SIGINT)
+            time.sleep(0.3)  # two signals at once are one
+
+    run_command(
+        [*LAUNCHER, "-np", "2", *program], expect=130, timeout=40, interrupt=(tmp_path / "ready", interrupt), env=no_mpi
+    )
+    assert not (tmp_path / "asked").exists()
+
+
+def test_a_dead_agent_ends_the_job(no_mpi: dict[str, str], tmp_path: Path) -> None:
+    program = script(tmp_path, WAITING + FOREVER)
+    interrupt = (tmp_path / "ready", lambda processes: agents(processes)[0].kill())
+    result = run_command([*LAUNCHER, "-np", "2", *program], expect=1, timeout=30, interrupt=interrupt, env=no_mpi)
+    lost = f"lost ranks 0, 1 on {os.uname().nodename}: the process that watches them was killed by SIGKILL"
+    assert f"collectivesrun: {lost}" in result.output
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three hosts that share the tests' temporary folder; the third will lose its power."""
+    with cluster(3, shared=tmp_path_factory.getbasetemp()) as made:
+        yield made
+
+
+def across(hosts: Cluster, others: str, *words: str, patience: float = 10, **more: Any) -> Result:
+    """Run ``collectivesrun`` on host1, with two ranks there and two on each of the others.
+
+    Args:
+        patience: the setting ``peer_timeout``, of which the launcher bears twice, an agent three times.
+    """
+    named = ",".join(f"{host}:2" for host in ("host1", *others.split()))
+    command = hosts.on("host1", *LAUNCHER, "--launcher", "ssh", "-H", named, *words)
+    return run_command(command, timeout=60, env={"COLLECTIVES_PEER_TIMEOUT": str(patience)}, **more)
+
+
+def test_ranks_on_other_hosts(hosts: Cluster, tmp_path: Path) -> None:
+    program = script(
+        tmp_path,
+        """
+import os, subprocess, sys
+at = os.environ["COLLECTIVES_RENDEZVOUS"].rpartition(":")[0]
+print(os.environ["COLLECTIVES_RANK"], os.uname().nodename, at, os.getcwd(), sys.argv[1:], os.environ.get("SSH_TTY"))
+if os.environ["COLLECTIVES_LOCAL_RANK"] == "0":  # each pgrep has the key on its own command line
+    assert not subprocess.run(["pgrep", "-f", os.environ["COLLECTIVES_KEY"]], stdout=subprocess.PIPE).stdout
+""",
+    )
+    words = ["a b", "'\"$(touch pwned);\n"]
+    shown = across(hosts, "host2", *program, *words).output
+    for rank, host in enumerate(("host1", "host1", "host2", "host2")):
+        assert f"[{rank}] {rank} {host} tcp://10.77.0.1 {os.getcwd()} {words} None\n" in shown
+
+
+def test_a_failure_on_another_host_is_shown_last(hosts: Cluster, tmp_path: Path) -> None:
+    program = script(tmp_path, f"{WAITING}if rank == 3:\n    raise ValueError('no good')\n{FOREVER}")
+    shown = across(hosts, "host2", *program, expect=1).output
+    assert "collectivesrun: rank 3 on host2 failed with exit code 1:\n" in shown
+    assert shown.rstrip().endswith("ValueError: no good") and shown.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "other", "reason"),
+    [
+        ([], "nowhere", "Could not resolve hostname nowhere"),
+        (["--ssh-port", "999"], "host2", "port 999: Connection refused"),
+        (["--start-timeout", "1"], "10.77.0.99", "10.77.0.99"),
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_named(options: list[str], other: str, reason: str, hosts: Cluster) -> None:
+    shown = across(hosts, other, *options, "touch", "/tmp/started", expect=1).output
+    assert f"collectivesrun: cannot start ranks 2, 3 on {other}: " in shown and reason in shown
+    run_command(hosts.on("host1", "test", "!", "-e", "/tmp/started"))
+
+
+def test_a_folder_that_is_missing_there_is_named(hosts: Cluster) -> None:
+    private = hosts.on("host1", "sh", "-c", 'mkdir /tmp/private; cd /tmp/private; exec "$@"', "sh")
+    command = [*LAUNCHER, "--launcher", "ssh", "-H", "host1:1,host2:1", "true"]
+    shown = run_command([*private, *command], expect=1).output
+    assert "collectivesrun: lost rank 1 on host2: " in shown and "there is no folder '/tmp/private'" in shown
+
+
+def test_a_python_that_is_missing_there_is_named(hosts: Cluster) -> None:
+    link = 'ln -s "$1" /tmp/python; shift; exec /tmp/python "$@"'
+    command = hosts.on("host1", "sh", "-c", link, "sh", sys.executable, *LAUNCHER[1:], "--launcher", "ssh")
+    modules = {"PYTHONPATH": os.pathsep.join([os.getcwd(), sysconfig.get_path("purelib")])}
+    shown = run_command([*command, "-H", "host1:1,host2:1", "true"], expect=1, env=modules).output
+    assert "cannot start rank 1 on host2: ssh ended with exit code 127; /tmp/python and " in shown, shown
+
+
+@pytest.mark.parametrize("end", ["agent", "connection"])
+def test_a_host_that_is_lost_ends_the_job(end: str, hosts: Cluster, tmp_path: Path) -> None:
+    seen: list[psutil.Process] = []
+
+    def interrupt(processes: list[psutil.Process]) -> None:
+        seen.extend(agents(processes))
+        there = next(process for process in seen if process.parent().name().startswith("sshd"))
+        (there if end == "agent" else there.parent()).kill()
+
+    waiting = WAITING.replace("start_new_session", "close_fds") if end == "agent" else WAITING
+    program = script(tmp_path, waiting + FOREVER)
+    shown = across(hosts, "host2", *program, expect=1, interrupt=(tmp_path / "ready", interrupt)).output
+    assert "collectivesrun: lost ranks 2, 3 on host2: the connection by ssh ended with exit code" in shown
+    assert len(seen) == 2 and all_end(seen)
+
+
+def test_the_launchers_death_ends_all_ranks_on_all_hosts(hosts: Cluster, tmp_path: Path) -> None:
+    seen: list[psutil.Process] = []
+
+    def interrupt(processes: list[psutil.Process]) -> None:
+        seen.extend(agents(processes))
+        launcher(processes).kill()
+
+    program = script(tmp_path, WAITING + FOREVER)
+    across(hosts, "host2", *program, expect=137, interrupt=(tmp_path / "ready", interrupt))
+    assert len(seen) == 2 and all_end(seen)
+
+
+def test_a_cable_that_is_pulled_ends_the_job_on_both_sides(hosts: Cluster, tmp_path: Path) -> None:
+    seen: list[psutil.Process] = []
+
+    def interrupt(processes: list[psutil.Process]) -> None:
+        seen.extend(agents(processes))
+        hosts.cut("host2")
+
+    program = script(tmp_path, WAITING + FOREVER)
+    try:
+        at_ready = (tmp_path / "ready", interrupt)
+        shown = across(hosts, "host2", *program, patience=1.5, expect=1, interrupt=at_ready).output
+        assert "collectivesrun: lost ranks 2, 3 on host2: no sign of life for " in shown
+        assert len(seen) == 2 and all_end(seen)
+    finally:
+        hosts.heal("host2")
+
+
+def test_a_host_without_power_ends_the_job(hosts: Cluster, tmp_path: Path) -> None:
+    program = script(tmp_path, WAITING + FOREVER)
+    interrupt = (tmp_path / "ready", lambda processes: hosts.power_off("host3"))
+    shown = across(hosts, "host3", *program, patience=1.5, expect=1, interrupt=interrupt).output
+    assert "collectivesrun: lost ranks 2, 3 on host3: no sign of life for " in shown
+
+
+def test_a_stopped_launcher_is_waited_for(hosts: Cluster, tmp_path: Path) -> None:
+    program = script(tmp_path, f"{WAITING}while not (folder / 'go').exists():\n    time.sleep(0.01)\n")
+
+    def interrupt(processes: list[psutil.Process]) -> None:
+        stopped = launcher(processes)
+        stopped.send_signal(signal.SIGTSTP)
+        time.sleep(5)  # longer than its silence is borne otherwise
+        assert stopped.status() == psutil.STATUS_STOPPED
+        (tmp_path / "go").touch()
+        for process in (stopped, stopped.parent()):  # nsenter stops with it
+            process.send_signal(signal.SIGCONT)
+
+    across(hosts, "host2", *program, patience=1.5, interrupt=(tmp_path / "ready", interrupt))
+
+
+def test_a_stopped_launcher_whose_host_is_lost_leaves_no_ranks(hosts: Cluster, tmp_path: Path) -> None:
+    seen: list[psutil.Process] = []
+
+    def interrupt(processes: list[psutil.Process]) -> None:
+        stopped = launcher(processes)
+        seen.extend(one for one in agents(processes) if one.parent().name().startswith("sshd"))
+        ranks = [child for one in seen for child in one.children(recursive=True)]
+        stopped.send_signal(signal.SIGTSTP)
+        while stopped.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        hosts.cut("host2")
+        assert len(seen) == 1 and all_end(seen + ranks)
+        for process in (stopped, stopped.parent()):  # nsenter stops with it
+            process.send_signal(signal.SIGCONT)
+
+    program = script(tmp_path, WAITING + FOREVER)
+    try:
+        at_ready = (tmp_path / "ready", interrupt)
+        shown = across(hosts, "host2", *program, patience=1, expect=1, interrupt=at_ready).output
+        assert "collectivesrun: lost ranks 2, 3 on host2: no sign of life for " in shown
+    finally:
+        hosts.heal("host2")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from collectives.base.config import Config
 from collectives.base.errors import OutOfMemoryError, TransportError
@@ -131,6 +132,8 @@ class Coordinator:
             self.open = ([], None)
             self.control.enter(_JOINED)
             return True
+        if len(handles) == 1 and self._attempt(handles[0]):
+            return True
         batch = self._batch(handles)
         first = next((handle.key for handle in handles if type(handle.key) is int), 0)
         assert isinstance(first, int)
@@ -151,6 +154,42 @@ class Coordinator:
         self.open = (handles, batch)
         self.control.enter((batch.chain + first * NUMBER) & MASK, words)
         return True
+
+    def _attempt(self, handle: Handle) -> bool:
+        """Enter the round with a single operation and, if every rank is there, carry it out at once, as a blocking call
+        does. Returns whether the round was entered, which only a task with a `HostTask.attempt` can do."""
+        entry, key = handle.entry, handle.key
+        task = entry.step
+        if task is None or self.context.timeline is not None or self.on_batch is not None:
+            return False
+        if task.epoch != self.context.planner.epoch:
+            task.bind()
+        if task.attempt is None:
+            return False
+        self.open = ([handle], None)
+        token = (entry.signature + key * NUMBER) & MASK if isinstance(key, int) else entry.signature
+        if not task.attempt(token, handle.source, handle.out):
+            self.open = ([handle], self._batch([handle]))
+            return True
+        self.open = None
+        statistics = self.context.statistics
+        statistics.rounds += 1
+        statistics.unanimous += 1
+        statistics.tensors += 1
+        statistics.buckets += 1
+        statistics.bytes_reduced += entry.nbytes
+        self.settle(key, task)
+        self._carried_out([handle])
+        return True
+
+    def settle(self, key: Key, task: Any) -> None:
+        """Note in the ledger that the only operation of a list was carried out."""
+        ledger, entry = self.ledger, task.entry
+        if ledger.news:
+            ledger.settle(key)
+        if type(key) is str and task.generation != ledger.generation:
+            ledger.remember(((key, entry.request, entry.signature),))
+            task.generation = ledger.generation
 
     def enter_alone(self, handle: Handle) -> None:
         """Continue a round that was entered with one operation and without a handle, which it turned out to need."""
@@ -225,9 +264,6 @@ class Coordinator:
         submitted = min(handle.submitted for handle in handles) if self.on_batch is not None else 0.0
         batch.run(_flat(handles))
         self.open = None
-        self.chosen = []
-        self._pause, self._not_before = _SHORTEST_PAUSE, 0.0
-        self._callers.made_progress()
         ledger = self.ledger
         if ledger.news:
             for handle in handles:
@@ -236,9 +272,16 @@ class Coordinator:
             ledger.remember([(handle.key, handle.entry.request, handle.entry.signature) for handle in handles])
             # A list longer than the cache has evicted its own first entries.
             batch.generation = ledger.generation if len(handles) <= ledger.capacity else -1
-        self._complete(handles)
+        self._carried_out(handles)
         if self.on_batch is not None:
             self.on_batch(batch, handles, submitted)
+
+    def _carried_out(self, handles: Sequence[Handle]) -> None:
+        """Complete the operations of a list, after which there is something to say at once."""
+        self.chosen = []
+        self._pause, self._not_before = _SHORTEST_PAUSE, 0.0
+        self._callers.made_progress()
+        self._complete(handles)
 
     def compare(self) -> None:
         """Compare what all ranks have submitted, after proposals that differ, and choose what all of them have."""

@@ -31,6 +31,7 @@ from collectives.engine.rows import GatheredRows, Rows
 from collectives.engine.submissions import WITHOUT_HANDLE, Submissions
 from collectives.engine.tasks import OneTensor
 from collectives.tensors.arrays import View, view
+from collectives.transport.backoff import YIELDS
 from collectives.transport.base import Array
 
 
@@ -159,6 +160,10 @@ class Engine:
                     same = self._enter_and_look(token, task.prepare(source, out))
                     if same:
                         task.run()
+                if same is None:
+                    same = self._await_late_ranks()
+                    if same:
+                        task.run()
                 if same:
                     self._solos += 1
                     self._solo_bytes += entry.nbytes
@@ -167,7 +172,7 @@ class Engine:
                     else:
                         del self._names[name]
                     if self._ledger.news or (name is not None and task.generation != self._ledger.generation):
-                        self._settle(task)
+                        coordinator.settle(name if name is not None else submissions.unnamed - 1, task)
                 else:
                     # A rank is missing, or has proposed something else: continue as an operation with a handle.
                     handle = handle or self._handle(entry, source, out, deliver, keep)
@@ -198,22 +203,22 @@ class Engine:
             self.wait(handle)
         return handle
 
+    def _await_late_ranks(self) -> bool | None:
+        """`Control.look` for as long as a wait only yields the core: ranks that are a little late need no handle."""
+        control, same = self.context.control, None
+        for _ in range(YIELDS):
+            control.relax()
+            same = control.look(spin=False)
+            if same is not None:
+                break
+        return same
+
     def _bind(self, entry: CachedRequest) -> OneTensor | Rows:
         """The task of a blocking call, bound to the plan that is in force."""
         task: OneTensor | Rows = entry.step or one_tensor(self.context, entry)
         entry.step = task
         task.bind()
         return task
-
-    def _settle(self, task: OneTensor | Rows) -> None:
-        """Note in the ledger that an operation was carried out without a handle."""
-        ledger, entry = self._ledger, task.entry
-        if entry.name is None:
-            ledger.settle(self._submissions.unnamed - 1)
-        else:
-            ledger.settle(entry.name)
-            ledger.remember(((entry.name, entry.request, entry.signature),))
-            task.generation = ledger.generation
 
     def _handle(
         self, entry: CachedRequest, source: Array, out: Any, deliver: Callable[[Handle], Any] | None, keep: Any

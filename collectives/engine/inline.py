@@ -52,9 +52,13 @@ class Inline:
             out: takes the result; may be the memory of this rank's tensor.
         """
         nbytes, dtype, kernel = self._nbytes, self._dtype, self._kernel
-        first, *others = [np.frombuffer(words_of(peer), np.uint8)[:nbytes].view(dtype) for peer in self._peers]  # type: ignore[call-overload]
-        for other in others:
-            kernel(first, other, out)
-            first = out
+        combined: Array | None = None
+        for peer in self._peers:
+            block = np.frombuffer(words_of(peer), np.uint8)[:nbytes].view(dtype)  # type: ignore[call-overload]
+            if combined is None:
+                combined = block
+            else:
+                kernel(combined, block, out)
+                combined = out
         if self._finish is not None:
             self._finish(out, out)

@@ -62,7 +62,7 @@ class InFlight:
         Returns:
             None; or why the operation must not be submitted, and what to do. Nothing is recorded then.
         """
-        extents = _extents(handle) if type(handle.writes) is not _NDARRAY else (extent_of(handle.writes, True),)
+        extents = claimed_extents(handle) if type(handle.writes) is not _NDARRAY else (extent_of(handle.writes, True),)
         if not extents:
             return None
         operations, apart = self.operations, self._apart
@@ -141,11 +141,11 @@ class InFlight:
 def separate(group: Handle) -> None:
     """Let every member of a grouped operation read what was submitted: of members that write memory that another one
     uses, all but the first work on copies, which are written back when the operation completes."""
-    group.extents = sorted([extent for member in group.members for extent in _extents(member)], key=_start)
+    group.extents = sorted([extent for member in group.members for extent in claimed_extents(member)], key=_start)
     if _lie_apart(group.extents) or not any(extent[2] for extent in group.extents):
         return
     extents = sorted(
-        [(*extent, at) for at, member in enumerate(group.members) for extent in _extents(member)], key=_start
+        [(*extent, at) for at, member in enumerate(group.members) for extent in claimed_extents(member)], key=_start
     )
     end, before = 0, -1
     cluster: set[int] = set()
@@ -169,7 +169,7 @@ def _detach_all_but_first(group: Handle, members: set[int]) -> None:
             member.source = member.out = view.array
 
 
-def _extents(handle: Handle) -> Sequence[Extent]:
+def claimed_extents(handle: Handle) -> Sequence[Extent]:
     """The program's memory that an operation uses while it is in flight, sorted; not its own copies and results. One
     that was submitted without a view writes one array and reads nothing else."""
     read, written = handle.reads, handle.writes
@@ -197,7 +197,7 @@ def _lie_apart(extents: Sequence[Extent]) -> bool:
 
 def _refusal(handle: Handle, own: Extent, other: Span, first: Handle | None) -> str:
     busy = "one that has just completed" if first is None else f"{first.entry.request.describe()}{_place(first)}"
-    number = next((at for at, member in enumerate(handle.members) if own in _extents(member)), None)
+    number = next((at for at, member in enumerate(handle.members) if own in claimed_extents(member)), None)
     which = "its memory" if number is None else f"the memory of its tensor number {number}"
     return (
         f"{handle.entry.request.describe()}{_place(handle)}: {which}, which it {'writes' if own[2] else 'reads'}, is "

@@ -22,6 +22,7 @@ from collectives.engine.buckets import LocatedBucket
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.host_handles import EMPTY
+from collectives.engine.overlaps import claimed_extents
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.rows import exchanged_rows
 from collectives.engine.tasks import HostTask, OneTensor, Task, Words
@@ -31,6 +32,8 @@ from collectives.tensors.arena import MAPPED
 from collectives.tensors.arrays import address
 from collectives.transport.base import Array
 
+_RESULT = operator.attrgetter("keep.result")
+"""Delivers a start's result: its handle keeps the operation."""
 Places = tuple[int, int]
 """The words that tell where a rank's input and output lie."""
 
@@ -51,6 +54,7 @@ class Bound:
     Attributes:
         entry: the request.
         source, out: the arrays; of a grouped operation tuples of them.
+        result: what every start returns.
     """
 
     def __init__(
@@ -64,11 +68,12 @@ class Bound:
         threshold: Callable[[], int],
     ) -> None:
         self._template = template
-        self._result = result
+        self.result = result
         self._parts = template.members or (template,)
         for part in self._parts:
             _fix(part)
         _claim_results(template)
+        self._extents = claimed_extents(template)
         self.source: Any = template.source
         self.out: Any = template.out
         bound = [
@@ -104,11 +109,8 @@ class Bound:
         return entry
 
     def handle(self) -> Handle:
-        template = self._template
-        handle = Handle(
-            self.entry, self.source, self.out, self._deliver, self, reads=template.reads, writes=template.writes
-        )
-        handle.extents = template.extents
+        handle = Handle(self.entry, self.source, self.out, _RESULT, self)
+        handle.extents = self._extents
         return handle
 
     def unbind(self, handle: Handle) -> None:
@@ -135,11 +137,8 @@ class Bound:
             if entry.step is not None:
                 entry.step.forget()
             entry.release()
-        self._parts, self._result, self.source, self.out = (), None, EMPTY, EMPTY
+        self._parts, self.result, self.source, self.out = (), None, EMPTY, EMPTY
         del self._template
-
-    def _deliver(self, handle: Handle) -> Any:
-        return self._result
 
 
 class Rebuilt:

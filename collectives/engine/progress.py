@@ -69,6 +69,7 @@ class Progress:
         self._coordinator = coordinator
         self._control = coordinator.control
         self._submissions = submissions
+        self._pending, self._inbox = submissions.pending, submissions.inbox
         self._callers = callers
         self._rank = rank
         self._failure = failure
@@ -153,7 +154,8 @@ class Progress:
             CollectiveTimeoutError: ``timeout`` seconds have passed; the operation goes on.
             InvalidArgumentError: this thread drives already: a signal handler waits within a collective.
         """
-        self.refuse_reentry()
+        if self.driving:
+            self.refuse_reentry()
         deadline = None if timeout is None else time.monotonic() + timeout
         awaited = self._callers.awaited
         try:
@@ -165,7 +167,7 @@ class Progress:
                         time.sleep(_NAP)  # let the thread that ends the engine acquire the lock
                     if self.lock.acquire(False):
                         self.driving = True
-                        self.guarded(lambda: self._drive(handle, deadline))
+                        self._drive(handle, deadline)
                     else:
                         self._follow(handle, deadline)
                 finally:
@@ -176,10 +178,12 @@ class Progress:
                         f"synchronize may be called again"
                     )
         finally:
-            self.release()  # again: an interrupt may have come just before the first time
+            if self.lock._is_owned():  # an interrupt came just before the first time
+                self.release()
             if deadline is None and handle in awaited:
                 awaited.remove(handle)
-            self.hand_over()
+            if self._callers.followers or self._pending or self._inbox:
+                self.hand_over()
 
     def _follow(self, handle: Handle, deadline: float | None) -> None:
         """Sleep until the handle is done, no thread drives, or the deadline has passed."""
@@ -243,7 +247,7 @@ class Progress:
             self.driving = True
             try:
                 with quick_switches():
-                    self.guarded(lambda: self._drive(None, None))
+                    self._drive(None, None)
             except BaseException:
                 return  # every handle in flight carries the error
             finally:
@@ -258,31 +262,39 @@ class Progress:
 
     def _drive(self, handle: Handle | None, deadline: float | None) -> None:
         """Run rounds until the handle is done or the deadline has passed; without a handle (in the background), until
-        there is no work or another thread waits."""
+        there is no work or another thread waits. Any exception is a failure in the middle of a call, which ends the
+        world."""
         coordinator, control, submissions = self._coordinator, self._control, self._submissions
         begun = time.monotonic()
-        while True:
-            if submissions.refusal is not None:
-                raise submissions.refusal()
-            if handle is not None:
-                if handle.done or self.stopping:
+        try:
+            while True:
+                if submissions.refusal is not None:
+                    raise submissions.refusal()
+                if handle is not None:
+                    if handle.done or self.stopping:
+                        return
+                elif self._callers.followers or not submissions.has_work():
                     return
-            elif self._callers.followers or not submissions.has_work():
-                return
-            if coordinator.open is None and not coordinator.propose():
-                if not self._pause_until(coordinator.has_reason_to_propose, handle, deadline, begun):
-                    return
-                continue
-            same = control.look()
-            if same is None:
-                if not self._pause_until(lambda: control.look(spin=False) is not None, handle, deadline, begun):
-                    return
+                if coordinator.open is None and not coordinator.propose():
+                    if not self._pause_until(coordinator.has_reason_to_propose, handle, deadline, begun):
+                        return
+                    continue
+                if coordinator.open is None:  # carried out already
+                    begun = time.monotonic()
+                    continue
                 same = control.look()
-            if same:
-                coordinator.carry_out()
-                begun = time.monotonic()
-            else:
-                coordinator.compare()
+                if same is None:
+                    if not self._pause_until(lambda: control.look(spin=False) is not None, handle, deadline, begun):
+                        return
+                    same = control.look()
+                if same:
+                    coordinator.carry_out()
+                    begun = time.monotonic()
+                else:
+                    coordinator.compare()
+        except BaseException as error:
+            self._failure.fail(error)
+            raise
 
     def _pause_until(
         self, ready: Callable[[], bool], handle: Handle | None, deadline: float | None, begun: float

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import filterfalse
+from operator import attrgetter
 from typing import NoReturn
 
 from collectives.base.errors import CollectivesError, InvalidArgumentError
@@ -20,6 +22,7 @@ from collectives.engine.handles import Handle
 from collectives.engine.negotiation import Key
 from collectives.engine.overlaps import InFlight
 
+_DONE = attrgetter("done")
 _MOST_SHOWN = 5
 """Operations in flight that an error names."""
 WITHOUT_HANDLE = None
@@ -161,7 +164,7 @@ class Submissions:
             else:
                 handle.fail(error)
         if self.fresh:
-            self.fresh = [handle for handle in self.fresh if not handle.done]
+            self.fresh = list(filterfalse(_DONE, self.fresh))
         if self._deferred:
             deferred, self._deferred = self._deferred, []
             self.inbox.extendleft(reversed(deferred))

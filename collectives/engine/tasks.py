@@ -19,6 +19,7 @@ from collectives.base.reduce_op import Op
 from collectives.engine import adasum
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
+from collectives.engine.inline import Inline
 from collectives.engine.request_cache import CachedRequest
 from collectives.plan.plan import Plan
 from collectives.schedules import partition
@@ -135,6 +136,7 @@ class OneTensor(HostTask):
         super().__init__(context, entry)
         self.epoch = self.generation = -1
         self._plan: Plan | None = None
+        self._inline: Inline | None = None
         self._source = self._out = _EMPTY
 
     def bind(self) -> None:
@@ -146,7 +148,8 @@ class OneTensor(HostTask):
         if entry.prescale is not None:
             return
         if plan is None:
-            if entry.inline is not None:
+            self._inline = entry.inline
+            if self._inline is not None:
                 self.attempt = self._attempt_inline
             return
         quietly = context.quietly if entry.warns else None
@@ -188,7 +191,7 @@ class OneTensor(HostTask):
 
     def _attempt_inline(self, signature: int, source: Array, out: Array) -> bool | None:
         """Enter the round with the tensor's data, and reduce if every rank has entered it with the same signature."""
-        inline, control = self.entry.inline, self._context.control
+        inline, control = self._inline, self._context.control
         assert inline is not None
         same = control.enter_and_look(signature, inline.words(source))
         if same:

@@ -58,7 +58,7 @@ class PersistentOperation(ABC, Generic[Result]):
         Raises:
             InvalidArgumentError: as from a call; or an operation in flight uses the same memory.
         """
-        if self._freed or self._in_use:
+        if self._freed or self._started is not None or self._called:
             raise self._refusal()
         self._started = self._begin()
 
@@ -77,7 +77,7 @@ class PersistentOperation(ABC, Generic[Result]):
             CollectiveTimeoutError: ``timeout`` has passed; the operation goes on, and `wait` may be called again.
             MismatchError, RankFailedError: as from a call. After a mismatch it may be started again.
         """
-        handle = self._in_flight("waited for")
+        handle = self._started or self._in_flight("waited for")
         try:
             return handle.wait(timeout)
         finally:

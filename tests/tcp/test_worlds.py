@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from collectives.base.config import Config
@@ -22,6 +23,7 @@ from tests.support.scenarios import engine as engine_scenarios
 from tests.support.scenarios import persistent as persistent_scenarios
 from tests.support.scenarios import worlds as scenarios
 from tests.support.scenarios.everywhere import mapped
+from tests.threads.test_fast_path import fewest_calls_in
 
 Scenario = Callable[[World], None]
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -73,6 +75,15 @@ def test_the_steady_state(scenario: Scenario) -> None:
     team = Team(3, Config(timeout=30, cycle_time=60_000.0, local_size=2), connect=by_tcp)
     team.run(scenario)
     team.end()
+
+
+def test_a_small_allreduce_passes_few_functions() -> None:
+    def program(world: World) -> list[str]:
+        tensor = np.ones(1, np.float32)
+        return fewest_calls_in(lambda: world.allreduce_(tensor))
+
+    for calls in run(2, program, connect=by_tcp, config=Config(timeout=10, local_size=1)):
+        assert len(calls) <= 19, calls
 
 
 def test_a_rank_that_fails_while_others_connect_a_part_leaves_nobody_waiting() -> None:

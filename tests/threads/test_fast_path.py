@@ -6,6 +6,7 @@ mpirun -n 2 python -m tests.threads.test_fast_path        # prints the calls, wi
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -25,32 +26,79 @@ PACKAGE = Path(collectives.__file__).parent
 TRIES = 300
 
 
-def calls_of(allreduce: Any) -> list[str]:
-    """The package's functions that a 4-byte all-reduce passes when no rank waits: the shortest of many calls."""
-    tensor = np.ones(1, np.float32)
+def calls_in(call: Callable[[], object]) -> list[str]:
+    """The package's functions that a call passes, in their order, on the calling thread."""
     passed: list[str] = []
-    shortest: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
             module = Path(frame.f_code.co_filename).relative_to(PACKAGE)
             passed.append(f"{module} {frame.f_code.co_name}")
 
-    for _ in range(TRIES):
-        passed.clear()
-        before = sys.getprofile()
-        sys.setprofile(note)
-        allreduce(tensor)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
         sys.setprofile(before)
-        if not shortest or len(passed) < len(shortest):
-            shortest = list(passed)
-    return shortest
+    return passed
+
+
+def fewest_calls_in(call: Callable[[], object]) -> list[str]:
+    """`calls_in` when no rank waits: the shortest of many."""
+    return min((calls_in(call) for _ in range(TRIES)), key=len)
 
 
 def test_a_blocking_call_passes_four_modules_below_the_public_function() -> None:
-    for calls in thread_groups.run(2, lambda world: calls_of(world.allreduce_), make_world=World):
+    def run(world: World) -> list[str]:
+        tensor = np.ones(1, np.float32)
+        return fewest_calls_in(lambda: world.allreduce_(tensor))
+
+    for calls in thread_groups.run(2, run, make_world=World):
         assert len({call.split()[0] for call in calls}) <= 5, calls
         assert len(calls) <= 7, calls
+
+
+def test_a_blocking_call_whose_peer_is_late_passes_few_more() -> None:
+    came = threading.Event()
+
+    def run(world: World) -> list[str]:
+        tensor = np.ones(1, np.float32)
+        for _ in range(5):
+            world.allreduce_(tensor)
+        if world.rank == 1:
+            came.wait(30)
+            world.allreduce_(tensor)
+            return []
+        control: Any = world._engine.context.control
+        relax = control.relax
+        # The other rank comes once this one has given up spinning.
+        control.relax = lambda: (came.set(), relax())
+        try:
+            return calls_in(lambda: world.allreduce_(tensor))
+        finally:
+            del control.relax
+
+    calls = thread_groups.run(2, run, make_world=World)[0]
+    waits = [call for call in calls if call.endswith((" relax", " look", " <lambda>"))]
+    assert any(call.endswith(" relax") for call in waits)
+    assert len(calls) - len(waits) <= 20, calls
+
+
+def test_a_persistent_start_and_wait_pass_few_functions() -> None:
+    def run(world: World) -> list[str]:
+        operation = world.allreduce_init(np.ones(1, np.float32))
+
+        def start_and_wait() -> None:
+            operation.start()
+            operation.wait()
+
+        calls = fewest_calls_in(start_and_wait)
+        operation.free()
+        return calls
+
+    for calls in thread_groups.run(2, run, make_world=World):
+        assert len(calls) <= 30, calls
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -205,7 +253,8 @@ def test_an_array_of_another_layout_or_dtype_is_another_request() -> None:
 
 if __name__ == "__main__":
     collectives.init()
-    found = calls_of(collectives.allreduce_)
+    ones = np.ones(1, np.float32)
+    fewest = fewest_calls_in(lambda: collectives.allreduce_(ones))
     if collectives.rank() == 0:
-        print(f"{len(found)} calls in {len({call.split()[0] for call in found})} modules", *found, sep="\n    ")
+        print(f"{len(fewest)} calls in {len({call.split()[0] for call in fewest})} modules", *fewest, sep="\n    ")
     collectives.shutdown()

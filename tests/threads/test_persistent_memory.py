@@ -23,7 +23,7 @@ from collectives.transport.threads import thread_groups
 from collectives.worlds.persistent import BoundOperation
 from collectives.worlds.world import World
 from tests.support.scenarios.engine import works
-from tests.threads.test_fast_path import calls_of
+from tests.threads.test_fast_path import fewest_calls_in
 
 
 def test_numpy_resizes_no_array_that_an_operation_holds() -> None:
@@ -234,7 +234,7 @@ def test_a_start_compares_nothing_and_plans_nothing() -> None:
 def test_a_call_passes_few_functions() -> None:
     def program(world: World) -> list[str]:
         operation = world.allreduce_init(np.ones(1, np.float32))
-        return calls_of(lambda _: operation())
+        return fewest_calls_in(operation)
 
     for calls in thread_groups.run(2, program, make_world=World):
         assert len(calls) <= 11, calls

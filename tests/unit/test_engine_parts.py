@@ -141,11 +141,13 @@ class OneRank:
     def propose(self) -> bool:
         self._submissions.collect()
         self.drivers.add(threading.current_thread())
+        self.open = ([], None) if self.ready else None
         return self.ready
 
     def carry_out(self) -> None:
         self._submissions.complete(list(self._submissions.pending.values()))
         self._submissions.fresh.clear()
+        self.open = None
 
     def missing(self, handle: Handle) -> list[int]:
         return []

@@ -147,19 +147,17 @@ class Bruck:
         words = memory.words
         words[0], words[_LENGTH] = token, own
         self._memory, self._token, self._own = memory, token, own
-        self._have = self._parsed = self._nbytes = HEADER + padded(nbytes)
+        self._have = self._parsed = self._nbytes = HEADER + (nbytes + 7 & -8)
         memory.starts.clear()
         memory.starts.append(0)
         memory.starts.append(self._have)
         self.same = True
-        self._number = -1
-        self._next_round()
+        self._number = 0
+        if self._rounds:
+            self._begin_round()
 
-    def _next_round(self) -> None:
-        self._number = number = self._number + 1
-        if number == len(self._rounds):
-            return
-        current = self._rounds[number]
+    def _begin_round(self) -> None:
+        current = self._rounds[self._number]
         self._missing = records = current.records
         self._whole = False
         self._leaving = leaving = self._memory.bytes[: self._memory.starts[records]]
@@ -190,7 +188,9 @@ class Bruck:
                 return False
             if self._leaving:
                 return False
-            self._next_round()
+            self._number += 1
+            if self._number < len(self._rounds):
+                self._begin_round()
         return True
 
     def wait(self, milliseconds: float) -> None:
@@ -232,8 +232,10 @@ class Bruck:
         """Receive what has arrived of the round's message. Returns whether that is all of it."""
         memory, current = self._memory, self._rounds[self._number]
         while not self._whole:
-            # Records are as long as this rank's, unless the ranks disagree.
-            end = self._needed()
+            # Where the message ends, if the records that are not known yet are as long as this rank's.
+            at, end = self._parsed, self._parsed + self._missing * self._nbytes + self._seal_bytes
+            if self._missing and self._have - at >= HEADER:
+                end += HEADER + padded(memory.words[(at >> 3) + _LENGTH] & ~_DATA) - self._nbytes
             if end > len(memory.bytes):
                 memory.grow(end, self._have)
             try:
@@ -249,14 +251,6 @@ class Bruck:
             if not self._whole and self._have < end:
                 return False
         return True
-
-    def _needed(self) -> int:
-        """Where the round's message ends, if the records that are not known yet are as long as this rank's."""
-        at, missing, own = self._parsed, self._missing, self._nbytes
-        if not missing or self._have - at < HEADER:
-            return at + missing * own + self._seal_bytes
-        first = HEADER + padded(self._memory.words[(at >> 3) + _LENGTH] & ~_DATA)
-        return at + first + (missing - 1) * own + self._seal_bytes
 
     def _parse(self) -> None:
         """Find the records that have arrived."""
@@ -276,7 +270,7 @@ class Bruck:
                         f"rank {self.rank} of its group: rank {self._rounds[self._number].source} sends a record of "
                         f"{length} bytes: the connection carries something else"
                     )
-            end = at + HEADER + padded(length & ~_DATA)
+            end = at + HEADER + ((length & ~_DATA) + 7 & -8)
             if have < end:
                 break
             starts.append(end)

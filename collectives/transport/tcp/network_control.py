@@ -57,14 +57,11 @@ class ControlChannel(Protocol):
 class Words(Protocol):
     """The collective that brings every rank's record, a token and words, to every rank."""
 
-    @property
-    def same(self) -> bool:
-        """Whether all ranks entered the call with the same token; equal on every rank, valid once all records have
-        arrived."""
-
-    @property
-    def carries(self) -> bool:
-        """As of `Control`."""
+    same: bool
+    """Whether all ranks entered the call with the same token; equal on every rank, valid once all records have
+    arrived."""
+    carries: bool
+    """As of `Control`."""
 
     def post(self, token: int, words: Sequence[int] | memoryview) -> None:
         """Enter the next call. Does not wait."""
@@ -126,24 +123,24 @@ class NetworkControl:
         if self._waits:
             if not self._words.test(spin):
                 return None
-            self._complete()
+            self._waits = False
+            if self._channel.failed:
+                # A rank that has failed in this call, before this rank entered it, left its record behind.
+                self._channel.look_for_failures()
         return self._words.same
 
     def enter_and_look(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool | None:
-        self.enter(signature, words)
+        # `enter`, written out: every call counts in a small all-reduce.
+        self._call = call = self._call + 1
+        self._words.post(signature << 16 | (call & CALL_MASK), words)
+        self._waits = True
+        self._entered_at = time.monotonic()
         return self.look()
 
     def agree(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool:
         self.enter(signature, words)
         self._words.wait()
-        self._complete()
-        return self._words.same
-
-    def _complete(self) -> None:
-        self._waits = False
-        if self._channel.failed:
-            # A rank that has failed in this call, before this rank entered it, left its record behind.
-            self._channel.look_for_failures()
+        return bool(self.look())
 
     def called(self) -> bool:
         return True  # entering a collective operation shows only to ranks that enter it too

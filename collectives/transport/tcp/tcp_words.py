@@ -21,6 +21,7 @@ class TcpWords:
     carries = True
 
     def __init__(self, channel: TcpChannel) -> None:
+        self.same = True
         self._channel = channel
         self._bruck = channel.bruck
         self._spins = range(channel.spins)
@@ -54,21 +55,18 @@ class TcpWords:
 
     def test(self, spin: bool) -> bool:
         step = self._bruck.step
-        if step():
-            return True
-        if spin:
+        arrived = step()
+        if spin and not arrived:
             for _ in self._spins:
                 yield_core()
                 if step():
-                    return True
-        return False
+                    arrived = True
+                    break
+        self.same = self._bruck.same
+        return arrived
 
     def wait(self) -> None:
         self._channel.until(self._bruck.step, self._bruck.wait, "every rank to enter the call")
-
-    @property
-    def same(self) -> bool:
-        return self._bruck.same
 
     def of(self, peer: int) -> memoryview:
         start = self._memory.starts[(peer - self._bruck.rank) % self._bruck.size] // 8 + _FIRST

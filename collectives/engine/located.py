@@ -76,7 +76,10 @@ class LocatedTensor(OneTensor):
         """Whether this rank's tensors of the present call are, or are published."""
         self._rest: tuple[slice, ...] = ()
         """What it publishes of its input."""
-        self._may_publish = entry.request.collective == "allreduce" and entry.nbytes <= _PUBLISHED_UP_TO
+        # Not with a factor: a tensor that is its own result would be scaled again if the ranks disagreed first.
+        self._may_publish = (
+            entry.request.collective == "allreduce" and entry.nbytes <= _PUBLISHED_UP_TO and entry.prescale is None
+        )
         self._at = self._out_at = 0
         self._ranges: object = None
         self._words: tuple[int, int] = (0, 0)

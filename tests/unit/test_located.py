@@ -1,0 +1,210 @@
+"""Tensors and buckets whose ranks tell each other where they lie: mapped, published in a mapped result, or private, as
+each rank has them, in any order of ranks; packed into windows, or reduced in place."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives.engine.buckets import Bucket, LocatedBucket
+from collectives.engine.context import Context
+from collectives.engine.located import LocatedTensor
+from collectives.engine.negotiation import Request
+from collectives.plan import builder, window_packing
+from collectives.plan.builder import Plans
+from collectives.plan.executor import Executor
+from collectives.plan.planner import Choice, Placement
+from collectives.plan.program import Medium
+from collectives.tensors.arena import arena
+from collectives.transport.base import Array
+from collectives.transport.group import Group
+from tests.support.turns import INT, SEEDS, Turns, groups, numbers, triple
+
+TOKEN = 5
+
+
+@pytest.fixture(autouse=True)
+def small_pieces_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are combined piece by piece, or gathered first."""
+    monkeypatch.setattr(window_packing, "_LARGE_PIECE", 64)
+
+
+def double(block: Array, out: Array) -> None:
+    np.multiply(block, 2, out=out)
+
+
+class Rank:
+    """One rank's context, and its own decisions."""
+
+    def __init__(self, group: Group, seed: int) -> None:
+        self.rank, self.size, self.control = group.rank, group.size, group.control
+        self.executor = Executor(group)
+        self.plans = Plans(
+            Placement(group.rank, group.size, (tuple(range(group.size)),), True, True, True), self.executor, ""
+        )
+        self.planner: Any = SimpleNamespace(epoch=0)
+        entries: Any = None
+        pool: Any = SimpleNamespace(empty=np.empty)
+        self.context = Context(group, self.executor, entries, self.plans, self.planner, pool)
+        self.shared, self.own = np.random.default_rng(seed), np.random.default_rng([seed, group.rank])
+        """Decide what all ranks do alike, and what each does by itself."""
+        self.mapped_by_chance = self.own.choice((0.1, 0.9))
+        assert group.memory is not None and group.memory.mapped is not None
+        view_of, unmapped = group.memory.mapped.view_of, self.own.random() < 0.2
+        group.memory.mapped.view_of = lambda peer, word, dtype: (
+            None if unmapped and peer == 0 else view_of(peer, word, dtype)
+        )
+
+    def empty(self, count: int) -> Array:
+        """A tensor in the arena or in private memory."""
+        return (arena.empty if self.own.random() < self.mapped_by_chance else np.empty)(count, INT)
+
+    def tensors(self, count: int, result: int) -> list[tuple[Array, Array]]:
+        """Inputs with outputs, among which calls take turns; one is both."""
+        pairs = [(self.empty(count), self.empty(result)) for _ in range(2)]
+        return [*pairs, (pairs[0][0],) * 2] if count == result else pairs
+
+    def propose_in_vain(self, task: Any, handles: list[Any]) -> None:
+        """Prepare, and find that the ranks disagree, perhaps."""
+        if self.shared.random() < 0.2:
+            assert not self.control.agree(TOKEN + self.rank, task.prepare_handles(handles))
+            task.withdraw()
+
+    def carry_out(self, task: Any, handles: list[Any]) -> None:
+        """Prepare, enter, and run, as a batch does."""
+        assert self.control.agree(TOKEN, task.prepare_handles(handles))
+        self.executor.trace = (lambda *_: None) if self.own.random() < 0.2 else None
+        task.run_handles(handles)
+        self.executor.trace = None
+
+    def attempt(self, task: Any, source: Array, out: Array) -> None:
+        """Carry out a blocking call, which has no handle."""
+        if task.attempt is None or task.epoch != self.planner.epoch:
+            task.bind()
+        if task.attempt is None:
+            assert self.control.agree(TOKEN, task.prepare(source, out))
+            task.run()
+        elif not task.attempt(TOKEN, source, out):
+            assert self.control._board.await_entries()
+            task.run()
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(2, 4),
+    st.sampled_from(["allreduce", "allreduce", "reducescatter", "broadcast"]),
+    st.sampled_from([Medium.WINDOW, Medium.DIRECT]),
+    st.sampled_from(["direct", "ring"]),
+    st.booleans(),
+    st.integers(1, 60),
+    SEEDS,
+)
+def test_a_tensor_is_reduced_wherever_each_rank_has_it(
+    size: int, collective: str, medium: Medium, algorithm: str, scaled: bool, count: int, seed: int
+) -> None:
+    turns, moves = Turns(size, seed), collective == "broadcast"
+    if collective == "reducescatter":
+        count += -count % size
+    made, result = groups(turns, (range(size),)), count // size if collective == "reducescatter" else count
+
+    def body(number: int) -> None:
+        rank = Rank(made[number], seed)
+        plans = [
+            rank.plans.broadcast((count,), INT, 1, choice)
+            if moves
+            else getattr(rank.plans, collective)((count, 1), INT, choice, np.add, triple)
+            for block in (64, 1 << 20)
+            for choice in (Choice(algorithm, medium, block, False), Choice(algorithm, Medium.MAPPED, block, False))
+        ]
+        entry: Any = SimpleNamespace(
+            request=Request(collective),
+            signature=TOKEN,
+            dtype=INT,
+            nbytes=8 * count,
+            warns=seed % 2 == 0,
+            prescale=double if scaled and not moves else None,
+            plan=lambda: plans[2 * (rank.planner.epoch % 2)],
+            mapped_plan=lambda: plans[2 * (rank.planner.epoch % 2) + 1],
+        )
+        task, tensors = LocatedTensor(rank.context, entry), rank.tensors(count, result)
+        for call in range(8):
+            rank.planner.epoch += rank.shared.random() < 0.1
+            inputs = [numbers(count, call, peer) for peer in range(size)]
+            total = inputs[1] if moves else np.sum(inputs, axis=0) * (6 if scaled else 3)
+            wanted = total[number * result :][:result] if collective == "reducescatter" else total
+            source, out = tensors[rank.own.integers(len(tensors))]
+            source[:], out[:] = 0, 77
+            source[:] = inputs[number]
+            handles = [SimpleNamespace(source=source, out=out)]
+            rank.propose_in_vain(task, handles)
+            if rank.own.random() < 0.6:
+                rank.attempt(task, source, out)
+            else:
+                rank.carry_out(task, handles)
+            np.testing.assert_array_equal(out, wanted)
+            if out is not source:
+                np.testing.assert_array_equal(source, inputs[number])
+            source[:], out[:] = -1, -2
+
+    turns.run(body)
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(2, 4),
+    st.lists(st.integers(1, 30), min_size=1, max_size=7),
+    st.sampled_from(["direct", "ring", "one-shot"]),
+    st.sampled_from([8, 64, 1 << 20]),
+    st.booleans(),
+    st.booleans(),
+    SEEDS,
+)
+def test_a_bucket_is_reduced_wherever_each_rank_has_its_tensors(
+    size: int, counts: list[int], algorithm: str, block: int, scaled: bool, located: bool, seed: int
+) -> None:
+    turns = Turns(size, seed)
+    made = groups(turns, (range(size),))
+
+    def body(number: int) -> None:
+        rank = Rank(made[number], seed)
+        entries: list[Any] = [
+            SimpleNamespace(
+                signature=TOKEN,
+                count=count,
+                dtype=INT,
+                nbytes=8 * count,
+                kernel=np.add,
+                finish=triple,
+                warns=seed % 2 == 0,
+                prescale=double if scaled and not located else None,
+            )
+            for count in counts
+        ]
+        choice = Choice(algorithm, Medium.WINDOW, block, True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(builder, "MAPPED_BLOCK_BYTES", block)
+            task = (LocatedBucket if located else Bucket)(rank.context, entries, choice)
+        tensors = [rank.tensors(count, count) for count in counts]
+        for call in range(6):
+            handles = []
+            for place, pairs in enumerate(tensors):
+                source, out = pairs[rank.own.integers(len(pairs))]
+                out[:] = 77
+                source[:] = numbers(counts[place], call, place, number)
+                handles.append(SimpleNamespace(source=source, out=out))
+            rank.propose_in_vain(task, handles)
+            rank.carry_out(task, handles)
+            for place, handle in enumerate(handles):
+                inputs = [numbers(counts[place], call, place, peer) for peer in range(size)]
+                wanted = np.sum(inputs, axis=0) * (6 if scaled and not located else 3)
+                np.testing.assert_array_equal(handle.out, wanted)
+                if handle.out is not handle.source:
+                    np.testing.assert_array_equal(handle.source, inputs[number])
+                handle.source[:], handle.out[:] = -1, -2
+
+    turns.run(body)

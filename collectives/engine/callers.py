@@ -42,7 +42,7 @@ class Callers:
     Attributes:
         followers: of the threads that sleep, or are about to, until another thread stops driving.
         awaited: the handles that threads wait for without a timeout.
-        here: whether the current thread is known as one that calls; half as dear to look up as the thread.
+        here: whether the current thread is known as one that calls; which takes half as long to look up as the thread.
     """
 
     def __init__(self, ranks_are_threads: bool) -> None:

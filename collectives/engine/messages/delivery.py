@@ -51,6 +51,7 @@ class Delivery:
         self.unfinished: dict[Transfer, None] = {}
         self.at_once: AtOnce | None = None
         self._rank, self._size, self._names = group.rank, group.size, group.ranks
+        self._local = frozenset(group.local)
         self._open_endpoint = group.open_endpoint
         self._endpoint: Endpoint | None = None
         self._control = group.control
@@ -180,7 +181,7 @@ class Delivery:
     def send_at_once(self, array: Array, peer: int, tag: int) -> Outgoing | bool:
         """`AtOnce.send`: whether it was sent, or what is yet to be waited for. Raises nothing of its own."""
         at_once = self.at_once
-        if at_once is None or self._context.timeline is not None:  # which shows transfers
+        if at_once is None or peer not in self._local or self._context.timeline is not None:  # which shows transfers
             return False
         try:
             return self.attempt(self._send_at_once, at_once, array, peer, tag)
@@ -197,7 +198,7 @@ class Delivery:
     def receive_at_once(self, array: Array, source: int, tag: int) -> bool:
         """`AtOnce.receive`. Returns whether it was received; raises nothing of its own."""
         at_once = self.at_once
-        if at_once is None or self._context.timeline is not None:
+        if at_once is None or source not in self._local or self._context.timeline is not None:
             return False
         return self.attempt(self._receive_at_once, at_once, array, source, tag)
 

@@ -76,10 +76,6 @@ class _Connection:
         self.interest = 0
         self.closed = False
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.outgoing or self.announced or self.accepted or self.arriving)
-
 
 class TcpEndpoint:
     """`point_to_point.Endpoint` over TCP.
@@ -343,11 +339,13 @@ class TcpEndpoint:
 
     @property
     def busy(self) -> bool:
-        return (
-            bool(self._dialling or self._accepted or self._lost)
-            or any(connection.busy for connection in self._dialled.values())
-            or any(connection.busy for connection in self._by_descriptor.values())
-        )
+        if self._dialling or self._accepted or self._lost:
+            return True
+        for connections in (self._dialled, self._by_descriptor):
+            for connection in connections.values():
+                if connection.outgoing or connection.announced or connection.accepted or connection.arriving:
+                    return True
+        return False
 
     def close(self) -> None:
         self._links.end_serving(_CHANNEL)

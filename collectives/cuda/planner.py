@@ -10,7 +10,7 @@ ranks and GPUs, the transports that work, and the measured limit up to which the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from collectives.base.config import DEVICE_TRANSPORTS as TRANSPORTS
 from collectives.base.errors import InvalidArgumentError, TransportError
@@ -55,6 +55,8 @@ class DeviceChoice:
     segments: int = 1
     pipelined: bool = False
     """Whether one segment is reduced while another travels."""
+    why: str = field(default="", compare=False)
+    """The reasons for the algorithm and the transport."""
 
     @property
     def native(self) -> bool:
@@ -104,10 +106,14 @@ class DevicePlanner:
         names = registry.on_gpu(collective)
         native = native and registry.NATIVE in names
         forced = planner.forced_algorithm(collective, algorithm, names, " of GPU tensors")
-        chosen = self._medium(collective, nbytes, forced, transport, native)
+        chosen, why_transport = self._medium(collective, nbytes, forced, transport, native)
         if chosen == "host" and not (forced and forced.native):
-            return DeviceChoice(forced.name if forced else "auto", "host")
-        entry = forced or registry.find(collective, self._choose_algorithm(collective, chosen, native))
+            return DeviceChoice(forced.name if forced else "auto", "host", why=why_transport)
+        if forced:
+            entry, why_algorithm = forced, "algorithm as asked for"
+        else:
+            name, why_algorithm = self._choose_algorithm(collective, chosen, native)
+            entry = registry.find(collective, name)
         if entry.native and (chosen != "nccl" or not native):
             why = "has no such collective for these elements" if chosen == "nccl" else "is not the transport"
             raise InvalidArgumentError(
@@ -121,11 +127,12 @@ class DevicePlanner:
             spanning = [name for name in names if registry.find(collective, name).spans_hosts]
             use = ", ".join(map(repr, (*spanning, "nccl"))) + " or 'host'"
             raise TransportError(f"transport='cuda-ipc': {collective} with {entry.name} stays on one host; use {use}")
-        return self._segmented(entry, chosen, nbytes)
+        return replace(self._segmented(entry, chosen, nbytes), why=f"{why_algorithm}; {why_transport}")
 
     def _medium(
         self, collective: str, nbytes: int, algorithm: Algorithm | None, transport: str | None, native: bool
-    ) -> str:
+    ) -> tuple[str, str]:
+        """The transport, and why."""
         facts, one_host = self.facts, self._placement.one_host
         forced = self._transport if transport in (None, "auto") else str(transport)
         if forced != "auto":
@@ -136,33 +143,34 @@ class DevicePlanner:
             why = {"cuda-ipc": facts.ipc, "nccl": facts.nccl}.get(forced)
             if why:
                 raise TransportError(f"transport={forced!r}: {why}")
-            return forced
+            return forced, "transport as asked for"
         if algorithm is not None and algorithm.native:
             if facts.nccl:
                 raise TransportError(f"algorithm='native': {facts.nccl}")
-            return "nccl"
+            return "nccl", "NCCL's own algorithm"
         if algorithm is not None and algorithm.spans_hosts:
-            return "host" if facts.ipc else "cuda-ipc"
+            return ("host", facts.ipc) if facts.ipc else ("cuda-ipc", "within hosts, and messages between them")
         if algorithm is None and collective == "allreduce" and nbytes <= facts.host_until:
-            return "host"
+            return "host", f"host memory up to {facts.host_until} bytes, as measured"
         spans = algorithm is None and collective == "allreduce"
         nearby = not facts.ipc and (one_host or spans)
         if facts.nccl:
-            return "cuda-ipc" if nearby else "host"
+            return ("cuda-ipc", "no NCCL") if nearby else ("host", "neither CUDA IPC nor NCCL serves all ranks")
         # NCCL seldom helps ranks that share a GPU; between hosts nothing else knows the network's path to GPUs.
         if nearby and one_host and (facts.shares_gpus or nbytes <= _DIRECT_UNTIL or not native):
-            return "cuda-ipc"
-        return "nccl"
+            return "cuda-ipc", "ranks of one host"
+        return "nccl", "NCCL knows the links between the GPUs"
 
-    def _choose_algorithm(self, collective: str, transport: str, native: bool) -> str:
+    def _choose_algorithm(self, collective: str, transport: str, native: bool) -> tuple[str, str]:
+        """The algorithm, and why."""
         nccl = transport == "nccl"
         table = (
-            (nccl and native, "native"),
-            (nccl and collective != "alltoall", "ring"),
-            (not nccl and not self._placement.one_host and collective == "allreduce", "hierarchical"),
-            (True, "direct"),
+            (nccl and native, "native", "NCCL has the collective"),
+            (nccl and collective != "alltoall", "ring", "NCCL does not reduce these elements"),
+            (not nccl and not self._placement.one_host and collective == "allreduce", "hierarchical", "several hosts"),
+            (True, "direct", "each block straight to the ranks that need it"),
         )
-        return next(name for applies, name in table if applies)
+        return next((name, why) for applies, name, why in table if applies)
 
     def _segmented(self, algorithm: Algorithm, transport: str, nbytes: int) -> DeviceChoice:
         choice, size = DeviceChoice(algorithm.name, transport), self._placement.size

@@ -152,10 +152,8 @@ class DeviceTask:
         except (InvalidArgumentError, TransportError) as error:
             raise _RefusedError(error, handle, accelerator.context.rank) from None
         if nbytes and accelerator.context.rank == 0:
-            asked = " (as asked for)" if algorithm or transport else ""
-            logger.debug(
-                "%s of %d bytes on GPUs: %s over %s%s", collective, nbytes, choice.algorithm, choice.transport, asked
-            )
+            way = choice.algorithm, choice.transport, choice.why
+            logger.debug("%s of %d bytes on GPUs: %s over %s (%s)", collective, nbytes, *way)
         return choice
 
 

@@ -117,10 +117,12 @@ class LocatedBucket(Bucket):
         words_by_peer = {peer: np.frombuffer(words_of(peer), np.int64) for peer in self._peers}  # type: ignore[call-overload]
         reached = [_is_reached(words) for words in words_by_peer.values()]
         if not self.packs and all(reached):
+            self.description = "fused direct over mapped"
             context.run_quietly(
                 warns, self._loop.run, [self._tensors_of(peer, words) for peer, words in words_by_peer.items()]
             )
         else:
+            self.description = self._plan.description
             staged_everywhere = self.packs and not any(reached)
             context.run_quietly(warns, context.executor.run, self._plan, self.packs, staged_everywhere)
         self._release_pieces()

@@ -42,10 +42,10 @@ class BufferBucket(HostTask):
         assert first.kernel is not None
         if choice.inline:
             self._inline = context.entries.inline(first, total)
-            context.plans.tell("allreduce", total, first.dtype, choice, "fused inline")
+            context.plans.log_choice("allreduce", total, first.dtype, "fused inline", choice.why)
         elif choice.native:
             self._native = context.entries.natively(first)
-            context.plans.tell("allreduce", total, first.dtype, choice, "fused native over mpi")
+            context.plans.log_choice("allreduce", total, first.dtype, "fused native over mpi", choice.why)
         else:
             self._plan = context.plans.allreduce((total,), first.dtype, choice, first.kernel, first.finish)
             self.description = self._plan.description

@@ -68,10 +68,10 @@ class HostRequestCache(RequestCache[CachedRequest]):
         def make_plan(mapped: bool = False) -> Plan | Reduce | Inline:
             choice = choose(mapped)
             if choice.inline:
-                self._plans.tell(collective, count, dtype, choice, "inline")
+                self._plans.log_choice(collective, count, dtype, "inline", choice.why)
                 return Inline(self._size, count, dtype, kernel, finish)
             if choice.native and native is not None:
-                self._plans.tell(collective, count, dtype, choice, "native over mpi")
+                self._plans.log_choice(collective, count, dtype, "native over mpi", choice.why)
                 return lambda source, out: native.native_allreduce(source, out, op)
             return (self._plans.allreduce if collective == "allreduce" else self._plans.reducescatter)(
                 shape, dtype, choice, kernel, finish

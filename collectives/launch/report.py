@@ -134,16 +134,21 @@ def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
     """
     planner = importlib.import_module("collectives.plan.planner")
     placed = tuple(tuple(own) for own in ranks_of_each(ranks, hosts) if own)
-    placement = planner.Placement(0, ranks, placed, shares_memory=True, reads_private=sys.platform == "linux")
+    over_tcp = len(placed) > 1 and config.network == "tcp"
+    placement = planner.Placement(
+        0, ranks, placed, shares_memory=True, reads_private=sys.platform == "linux", carries=over_tcp
+    )
     chooser = planner.Planner(placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
-    rows = [("collective", "tensor", "algorithm", "within a host by", "in blocks of")]
+    rows = [("collective", "tensor", "algorithm", "within a host by", "in blocks of", "because")]
     for collective, nbytes, choice in planner.describe(placement, _SIZES, chooser):
         block = "" if choice.native or choice.inline else in_units(choice.block_bytes)
-        rows.append((collective, in_units(nbytes), choice.algorithm, _MEDIA[choice.medium.value], block))
+        medium = _MEDIA[choice.medium.value]
+        rows.append((collective, in_units(nbytes), choice.algorithm, medium, block, choice.why))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     on = "1 host" if len(placed) == 1 else f"{len(placed)} hosts"
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    between = "" if len(placed) == 1 else ", between hosts connected by MPI or TCP"
+    network = "TCP" if over_tcp else "MPI (for TCP set COLLECTIVES_NETWORK=tcp)"
+    between = "" if len(placed) == 1 else f", between hosts connected by {network}"
     what = "tensors that no other rank has mapped (docs/glossary.md has the words)"
     return "\n".join([f"What {ranks} ranks on {on}{between} would do with {what}:", "", *table])
 

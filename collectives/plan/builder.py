@@ -131,17 +131,17 @@ class Plans(Builder[Choice, Plan]):
     def bucket_loop(self, pieces: Pieces, dtype: np.dtype[Any], kernel: Any, finish: Any) -> MappedBucket:
         """An all-reduce of several mapped tensors as one."""
         layout = layouts.whole((pieces.total,), dtype, self._size)
+        why = "where the tensors of all ranks are mapped"
+        self.log_choice("allreduce", pieces.total, dtype, "fused direct over mapped", why)
         start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
         block = MAPPED_BLOCK_BYTES // dtype.itemsize
         return self._executor.bucket_loop(pieces, start, size, block, kernel, finish)
 
-    def tell(self, collective: str, count: int, dtype: np.dtype[Any], choice: Choice, how: str) -> None:
+    def log_choice(self, collective: str, count: int, dtype: np.dtype[Any], how: str, why: str) -> None:
         """Log how ``count`` elements in all will travel, and why; on rank 0 alone, because all ranks do the same."""
         if self._rank == 0 and logging.logger.isEnabledFor(logging.LEVELS["debug"]):
             nbytes = count * dtype.itemsize
-            logging.logger.debug(
-                "%s of %d bytes of %s: %s (%s)", collective, nbytes, dtypes.name(dtype), how, choice.why
-            )
+            logging.logger.debug("%s of %d bytes of %s: %s (%s)", collective, nbytes, dtypes.name(dtype), how, why)
 
     def _compile(
         self,
@@ -179,7 +179,7 @@ class Plans(Builder[Choice, Plan]):
         if pieces is not None:
             starts, sizes = layout.inputs(self._rank), layout.sizes
             pieces.unstaged = [(starts[chunk], sizes[chunk]) for chunk in program.unstaged if sizes[chunk]]
-        self.tell(algorithm.collective, sum(layout.sizes), dtype, choice, description)
+        self.log_choice(algorithm.collective, sum(layout.sizes), dtype, description, choice.why)
         plan = self._executor.bind(
             program,
             dtype,

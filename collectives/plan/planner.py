@@ -104,6 +104,9 @@ class Crossovers:
     """Bytes that a rank receives from all others, where the data travels with the words of the round."""
 
 
+_AS_ASKED = "algorithm as asked for"
+
+
 def forced_algorithm(
     collective: str, algorithm: str | None, names: Sequence[str], tensors: str = ""
 ) -> Algorithm | None:
@@ -124,7 +127,8 @@ def forced_algorithm(
 
 
 class Planner:
-    """Chooses algorithm, medium and block size for the calls of a group.
+    """Chooses algorithm, medium and block size for the calls of a group. The reasons are in `Choice.why`, which
+    `collectives.plan.builder.Plans.log_choice` logs.
 
     Args:
         placement: of the ranks; the same facts on every rank.
@@ -148,6 +152,7 @@ class Planner:
         self.crossovers = crossovers or Crossovers()
         self.epoch = 0
         self._algorithm = algorithm
+        self._why_algorithm = _AS_ASKED
         self._transport = transport
         self._segment = segment
 
@@ -181,13 +186,14 @@ class Planner:
         """
         names, size = registry.on_host(collective), self.placement.size
         forced = forced_algorithm(collective, algorithm, names)
+        why_forced = _AS_ASKED
         if forced is None and self._algorithm in names:
-            forced = registry.find(collective, self._algorithm)
+            forced, why_forced = registry.find(collective, self._algorithm), self._why_algorithm
         medium, why_medium = self._medium(collective, nbytes, transport, forced, mapped, pieces)
         if size == 1:  # Nothing moves: every algorithm and every transport serves.
             return Choice(forced.name if forced else "direct", medium, 0, False, "one rank")
         if forced is not None:
-            chosen, why = forced, "algorithm as asked for"
+            chosen, why = forced, why_forced
         else:
             name, why = self._choose_algorithm(collective, nbytes, medium, native and not ordered, ordered)
             chosen = registry.find(collective, name)
@@ -197,7 +203,7 @@ class Planner:
                 f"{len(self.placement.hosts)} hosts"
             )
         if chosen.versioned and medium.in_place:
-            medium = Medium.WINDOW
+            medium, why_medium = Medium.WINDOW, f"window, which {chosen.name} needs"
         if chosen.name == registry.INLINE and not self.placement.carries:
             raise TransportError("algorithm='inline': needs ranks whose rounds are held over TCP")
         if chosen.name == registry.NATIVE and not native:
@@ -233,6 +239,7 @@ class Planner:
     def change(self, *, algorithm: str, segment: int, crossovers: Crossovers) -> None:
         """Replace the settings. Every rank does so between the same two operations."""
         self._algorithm, self._segment, self.crossovers = algorithm, segment, crossovers
+        self._why_algorithm = "algorithm as tuned"
         self.epoch += 1
 
     def _medium(
@@ -272,7 +279,8 @@ class Planner:
         if forced == _TCP and placement.size > 1 and placement.network not in ("", _TCP):
             raise TransportError(
                 f"transport='tcp': the messages of these ranks are carried by {placement.network}: set "
-                "COLLECTIVES_TRANSPORT=tcp on all ranks before init(), or use 'mpi', which is any messages"
+                "COLLECTIVES_TRANSPORT=tcp on all ranks before init(), or use 'mpi', which means messages over any "
+                "network"
             )
         by_name = {medium.value: medium for medium in Medium} | {_TCP: Medium.MESSAGE}
         medium = by_name.get(forced)
@@ -282,8 +290,8 @@ class Planner:
             return medium, "one rank"
         if medium is Medium.WINDOW and not placement.shares_memory:
             raise TransportError(
-                "transport='window': the ranks of a host cannot share memory here; use 'mpi', which is any messages, "
-                "or 'auto'"
+                "transport='window': the ranks of a host cannot share memory here; use 'mpi', which means messages "
+                "over any network, or 'auto'"
             )
         if medium is Medium.DIRECT and not placement.reads_private:
             raise TransportError(
@@ -350,14 +358,14 @@ class Planner:
                 (
                     nbytes <= limits.flat_broadcast,
                     "one-shot",
-                    f"everyone reads all, up to {limits.flat_broadcast} bytes",
+                    f"every rank reads all, up to {limits.flat_broadcast} bytes",
                 ),
                 (True, "direct", f"above {limits.flat_broadcast} bytes"),
             )
         else:
             table = (
                 (messages and size > 8 and collective != "alltoall", "ring", "more than 8 ranks over messages"),
-                (True, "direct", "each block straight to whom it is for"),
+                (True, "direct", "each block straight to the ranks that need it"),
             )
         return next((name, why) for applies, name, why in table if applies)
 
@@ -395,7 +403,7 @@ def describe(
     """The planner's choice for each collective and size, as rows of (collective, bytes, choice)."""
     planner = planner or Planner(placement)
     return [
-        (collective, nbytes, planner.choose(collective, nbytes, native=True))
+        (collective, nbytes, planner.choose(collective, nbytes, native=not placement.carries))
         for collective in registry.COLLECTIVES
         for nbytes in sizes
     ]

@@ -512,7 +512,7 @@ def test_the_mpirun_beside_this_python_comes_first(monkeypatch: pytest.MonkeyPat
         mpirun.find()
 
 
-def test_version_help_and_plan() -> None:
+def test_version_help_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(*arguments: str, module: str = "collectives") -> str:
         command = [sys.executable, "-m", module, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -523,6 +523,16 @@ def test_version_help_and_plan() -> None:
     assert "collectivesrun -np N [options] PROGRAM" in shown("--help")
     plan = shown("-np", "4", "--show-plan")
     assert "4 ranks on 1 host" in plan and "allreduce" in plan
-    assert re.search(r"^allreduce +4 B +one-shot +copies through shared memory \(window\) +1 MiB$", plan, re.M), plan
-    assert re.search(r"^broadcast +256 MiB +direct +reads of the peer's memory \(direct-read\) +32 MiB$", plan, re.M)
-    assert "hierarchical" in shown("-H", "a:2,b:2", "--show-plan")
+    one_shot = (
+        r"^allreduce +4 B +one-shot +copies through shared memory \(window\) +1 MiB +one round, up to 32768 bytes"
+    )
+    assert re.search(one_shot, plan, re.M), plan
+    direct = (
+        r"^broadcast +256 MiB +direct +reads of the peer's memory \(direct-read\) +32 MiB +above 131072 bytes; direct"
+    )
+    assert re.search(direct, plan, re.M), plan
+    between = shown("-H", "a:2,b:2", "--show-plan")
+    assert "hierarchical" in between and re.search(r"^allreduce +4 B +native", between, re.M), between
+    monkeypatch.setenv("COLLECTIVES_NETWORK", "tcp")
+    over_tcp = shown("-H", "a:2,b:2", "--show-plan")
+    assert re.search(r"^allreduce +4 B +inline .* data travels with the round", over_tcp, re.M), over_tcp

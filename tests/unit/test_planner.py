@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from collectives.base.errors import InvalidArgumentError, TransportError
-from collectives.plan.planner import KIB, MIB, Placement, Planner
+from collectives.plan.planner import KIB, MIB, Crossovers, Placement, Planner
 from collectives.plan.program import Medium
 from collectives.schedules.registry import COLLECTIVES, on_host
 
@@ -89,3 +89,13 @@ def test_ranks_on_hosts_of_their_own_pass_messages_over_tcp(hosts: int, nbytes: 
     placement = Placement(0, hosts, tuple((rank,) for rank in range(hosts)), True, True, carries=True)
     choice = Planner(placement).choose("allreduce", nbytes)
     assert choice.algorithm == algorithm and (choice.inline or choice.medium is Medium.MESSAGE)
+
+
+def test_reasons_agree_with_what_was_chosen() -> None:
+    planner = Planner(Placement(0, 2, ((0, 1),), shares_memory=True, reads_private=True))
+    forced = planner.choose("allreduce", 1 << 20, algorithm="recursive-doubling", transport="direct-read")
+    assert forced.medium is Medium.WINDOW
+    assert forced.why == "algorithm as asked for; window, which recursive-doubling needs"
+    planner.change(algorithm="ring", segment=0, crossovers=Crossovers())
+    assert planner.choose("allreduce", 1 << 20).why.startswith("algorithm as tuned; ")
+    assert planner.choose("allreduce", 1 << 20, algorithm="ring").why.startswith("algorithm as asked for; ")

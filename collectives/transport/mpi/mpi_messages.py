@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _BLOCK_TAG = 1
 """Below those of notices, which travel on the same communicator."""
 _MPI_NAMES = {Op.SUM: "SUM", Op.PRODUCT: "PROD", Op.MIN: "MIN", Op.MAX: "MAX"}
+_REDUCED_AS_HERE = ("float32", "float64", "complex64", "complex128")
+"""Besides integers: the dtypes whose sums and products are the same in MPI."""
 
 
 class MpiMessages:
@@ -69,7 +71,7 @@ class MpiMessages:
         combining = op.combining(dtype)
         if dtypes.is_integer(dtype):
             return dtype.itemsize >= 4 and combining in _MPI_NAMES
-        return not (dtypes.is_half(dtype) or dtypes.is_bool(dtype)) and combining in (Op.SUM, Op.PRODUCT)
+        return dtypes.name(dtype) in _REDUCED_AS_HERE and combining in (Op.SUM, Op.PRODUCT)
 
     def native_allreduce(self, source: Array, out: Array, op: Op) -> None:
         """MPI's own all-reduce, for blocks so small that only the number of messages counts.

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from collectives.engine import located
 from collectives.engine.buckets import Bucket, LocatedBucket
 from collectives.engine.context import Context
 from collectives.engine.located import LocatedTensor
@@ -20,7 +21,7 @@ from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
 from collectives.plan.planner import Choice, Placement
 from collectives.plan.program import Medium
-from collectives.tensors.arena import arena
+from collectives.tensors.arena import MAPPED, arena
 from collectives.transport.base import Array
 from collectives.transport.group import Group
 from tests.support.turns import INT, SEEDS, Turns, groups, numbers, triple
@@ -94,6 +95,30 @@ class Rank:
             task.run()
 
 
+def located_tensor(
+    rank: Rank, collective: str, algorithm: str, medium: Medium, count: int, warns: bool = False, scaled: bool = False
+) -> LocatedTensor:
+    """The task of an operation, whose plans for private and for mapped tensors change with the planner's epoch."""
+    plans = [
+        rank.plans.broadcast((count,), INT, 1, choice)
+        if collective == "broadcast"
+        else getattr(rank.plans, collective)((count, 1), INT, choice, np.add, triple)
+        for block in (64, 1 << 20)
+        for choice in (Choice(algorithm, medium, block, False), Choice(algorithm, Medium.MAPPED, block, False))
+    ]
+    entry: Any = SimpleNamespace(
+        request=Request(collective),
+        signature=TOKEN,
+        dtype=INT,
+        nbytes=8 * count,
+        warns=warns,
+        prescale=double if scaled else None,
+        plan=lambda: plans[2 * (rank.planner.epoch % 2)],
+        mapped_plan=lambda: plans[2 * (rank.planner.epoch % 2) + 1],
+    )
+    return LocatedTensor(rank.context, entry)
+
+
 @settings(max_examples=150)
 @given(
     st.integers(2, 4),
@@ -114,24 +139,8 @@ def test_a_tensor_is_reduced_wherever_each_rank_has_it(
 
     def body(number: int) -> None:
         rank = Rank(made[number], seed)
-        plans = [
-            rank.plans.broadcast((count,), INT, 1, choice)
-            if moves
-            else getattr(rank.plans, collective)((count, 1), INT, choice, np.add, triple)
-            for block in (64, 1 << 20)
-            for choice in (Choice(algorithm, medium, block, False), Choice(algorithm, Medium.MAPPED, block, False))
-        ]
-        entry: Any = SimpleNamespace(
-            request=Request(collective),
-            signature=TOKEN,
-            dtype=INT,
-            nbytes=8 * count,
-            warns=seed % 2 == 0,
-            prescale=double if scaled and not moves else None,
-            plan=lambda: plans[2 * (rank.planner.epoch % 2)],
-            mapped_plan=lambda: plans[2 * (rank.planner.epoch % 2) + 1],
-        )
-        task, tensors = LocatedTensor(rank.context, entry), rank.tensors(count, result)
+        task = located_tensor(rank, collective, algorithm, medium, count, seed % 2 == 0, scaled and not moves)
+        tensors = rank.tensors(count, result)
         for call in range(8):
             rank.planner.epoch += rank.shared.random() < 0.1
             inputs = [numbers(count, call, peer) for peer in range(size)]
@@ -154,6 +163,29 @@ def test_a_tensor_is_reduced_wherever_each_rank_has_it(
     turns.run(body)
 
 
+def test_places_are_looked_up_again_when_the_arena_has_other_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece has ended, and private memory lies at its addresses."""
+    pieces = SimpleNamespace(ranges=("some",))
+    monkeypatch.setattr(located, "arena", pieces)
+    turns = Turns(2, 0)
+    made = groups(turns, ((0, 1),))
+
+    def body(number: int) -> None:
+        rank, tensor = Rank(made[number], 0), arena.empty(50, INT)
+        task, mapped = located_tensor(rank, "allreduce", "direct", Medium.DIRECT, 50), made[number].memory.mapped
+        for call in range(3):
+            tensor[:] = number + 1
+            rank.attempt(task, tensor, tensor)
+            assert (tensor == 9).all()
+            assert all(word & MAPPED for word in rank.control.words_of(1 - number)) == (call < 2)
+            if call == 1:
+                mapped.word_of = lambda at, nbytes: at
+                turns.exchange(number, None)
+                pieces.ranges = ("others",)
+
+    turns.run(body)
+
+
 @settings(max_examples=150)
 @given(
     st.integers(2, 4),
@@ -165,7 +197,7 @@ def test_a_tensor_is_reduced_wherever_each_rank_has_it(
     SEEDS,
 )
 def test_a_bucket_is_reduced_wherever_each_rank_has_its_tensors(
-    size: int, counts: list[int], algorithm: str, block: int, scaled: bool, located: bool, seed: int
+    size: int, counts: list[int], algorithm: str, block: int, scaled: bool, locates: bool, seed: int
 ) -> None:
     turns = Turns(size, seed)
     made = groups(turns, (range(size),))
@@ -181,14 +213,14 @@ def test_a_bucket_is_reduced_wherever_each_rank_has_its_tensors(
                 kernel=np.add,
                 finish=triple,
                 warns=seed % 2 == 0,
-                prescale=double if scaled and not located else None,
+                prescale=double if scaled and not locates else None,
             )
             for count in counts
         ]
         choice = Choice(algorithm, Medium.WINDOW, block, True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(builder, "MAPPED_BLOCK_BYTES", block)
-            task = (LocatedBucket if located else Bucket)(rank.context, entries, choice)
+            task = (LocatedBucket if locates else Bucket)(rank.context, entries, choice)
         tensors = [rank.tensors(count, count) for count in counts]
         for call in range(6):
             handles = []
@@ -201,7 +233,7 @@ def test_a_bucket_is_reduced_wherever_each_rank_has_its_tensors(
             rank.carry_out(task, handles)
             for place, handle in enumerate(handles):
                 inputs = [numbers(counts[place], call, place, peer) for peer in range(size)]
-                wanted = np.sum(inputs, axis=0) * (6 if scaled and not located else 3)
+                wanted = np.sum(inputs, axis=0) * (6 if scaled and not locates else 3)
                 np.testing.assert_array_equal(handle.out, wanted)
                 if handle.out is not handle.source:
                     np.testing.assert_array_equal(handle.source, inputs[number])

@@ -3,6 +3,7 @@ binding, the executor, its fast paths, and the loops for mapped tensors."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from collectives.plan.planner import Choice, Placement
 from collectives.plan.program import Medium
 from collectives.schedules import registry
 from collectives.schedules.algorithm import Algorithm
+from collectives.schedules.schedule import Schedule, StepKind
 from collectives.tensors.arrays import address
 from collectives.transport.base import Array
 from collectives.transport.group import Group
@@ -105,9 +107,9 @@ def cases(draw: st.DrawFn, algorithm: Algorithm, hosts: tuple[tuple[int, ...], .
 @st.composite
 def programs(draw: st.DrawFn, algorithm: Algorithm) -> tuple[list[Case], int]:
     """Calls of one executor, which leaves windows, slots and progress to the next; and the seed of all else."""
-    layouts = HOSTS if algorithm.by_messages else tuple(hosts for hosts in HOSTS if len(hosts) == 1)
-    hosts = draw(st.sampled_from(layouts))
-    kinds = draw(st.lists(cases(algorithm, hosts), min_size=1, max_size=2))
+    hosts = draw(st.sampled_from([hosts for hosts in HOSTS if algorithm.by_messages or len(hosts) == 1]))
+    other = draw(st.sampled_from([each for each in ALGORITHMS if each.by_messages or len(hosts) == 1]))
+    kinds = [draw(cases(each, hosts)) for each in (algorithm, algorithm, other)]
     return draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6)), draw(SEEDS)
 
 
@@ -134,7 +136,7 @@ class Rank:
             self.executor.stage(plan)
             assert not control.agree(self.rank + 1)
             state.input = source
-        one = self.executor.one_reduction(plan, None)
+        one = self.executor.one_reduction(plan, self.own.choice([None, lambda function, *blocks: function(*blocks)]))
         if one is not None and all_stage and self.own.random() < 0.7:
             if one.attempt(7, source, out):
                 return
@@ -193,11 +195,26 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(each, "SLOT_BYTES", 320)
 
 
+def receives_first(algorithm: Algorithm) -> Algorithm:
+    """The algorithm with the steps of each round in another order, which means the same."""
+
+    def build(*arguments: Any) -> Schedule:
+        schedule = algorithm.build(*arguments)
+        rounds = (sorted(steps, key=lambda step: step.kind is StepKind.SEND) for steps in schedule.rounds)
+        return dataclasses.replace(schedule, rounds=tuple(map(tuple, rounds)))
+
+    return dataclasses.replace(algorithm, build=build)
+
+
 def checked(algorithm: Algorithm) -> Callable[[Any], None]:
-    @settings(max_examples=60)
-    @given(programs(algorithm))
-    def check(program: tuple[list[Case], int]) -> None:
-        run(*program)
+    @settings(max_examples=50)
+    @given(programs(algorithm), st.booleans())
+    def check(program: tuple[list[Case], int], reordered: bool) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if reordered:
+                key = algorithm.collective, algorithm.name
+                patch.setitem(registry._ALL, key, receives_first(algorithm))
+            run(*program)
 
     return check
 
@@ -205,3 +222,13 @@ def checked(algorithm: Algorithm) -> Callable[[Any], None]:
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda each: f"{each.collective}-{each.name}")
 def test_every_plan_gives_numpys_result_in_any_order_of_ranks(algorithm: Algorithm) -> None:
     checked(algorithm)()
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(["one-shot", "direct", "ring", "recursive-doubling"]), st.integers(2, 3), SEEDS)
+def test_a_small_reduction_leaves_the_slots_that_peers_still_read(broadcast: str, size: int, seed: int) -> None:
+    """The root of a broadcast waits for nobody, and is at its next call while the others read its window."""
+    hosts = (tuple(range(size)),)
+    long = Case(registry.find("broadcast", broadcast), hosts, [60], 0, Choice(broadcast, Medium.WINDOW, 8, True))
+    short = Case(registry.find("allreduce", "one-shot"), hosts, [1], 0, Choice("one-shot", Medium.WINDOW, 8, True))
+    run([long, short, short] * 2, seed)

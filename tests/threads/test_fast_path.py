@@ -101,32 +101,6 @@ def test_a_persistent_start_and_wait_pass_few_functions() -> None:
         assert len(calls) <= 30, calls
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("count", [1, 2, 1000])
-@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.complex64])
-def test_single_reductions_share_the_window_with_other_operations(size: int, count: int, dtype: type) -> None:
-    """Which wait for their slots by the progress that single reductions announce, and the other way round."""
-
-    def run(world: World) -> None:
-        for step in range(20):
-            for op, expected in ((Op.SUM, size * step + 3 * (size - 1) * size // 2), (Op.MAX, 3 * size - 3 + step)):
-                if dtype is np.complex64 and op is Op.MAX:
-                    continue
-                tensor = np.full(count, 3 * world.rank + step, dtype)
-                assert world.allreduce_(tensor, op=op) is tensor
-                assert (tensor == expected).all(), (step, op)
-                tensor[:] = 3 * world.rank + step
-                result = world.allreduce(tensor, op=op)
-                assert (result == expected).all() and (tensor == 3 * world.rank + step).all(), (step, op)
-            assert (world.allreduce(np.full(count, 2 * world.rank, dtype)) == size - 1).all()
-            if step % 3 == 2:  # four segments and more, which use every slot
-                long = np.full(5 << 18, world.rank + step, np.float32)
-                world.allreduce_(long, op=Op.SUM, transport="window", algorithm=("direct", "ring")[step % 2])
-                assert (long == size * step + (size - 1) * size // 2).all(), step
-
-    thread_groups.run(size, run, make_world=World)
-
-
 def test_broadcasts_and_reduce_scatters_of_known_arrays() -> None:
     def run(world: World) -> None:
         rank, size = world.rank, world.size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -33,34 +32,6 @@ def test_every_combination(count: int, size: int) -> None:
                 assert (world.allgather(tensor).reshape(-1, count)[:, -1] == np.arange(1, world.size + 1)).all()
                 assert (world.broadcast(tensor, world.size - 1) == world.size).all()
                 assert (world.allreduce_(tensor, average=False) == total).all()
-
-    thread_groups.run(size, program, make_world=World)
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("size", "count"), [(2, 2500), (2, 40_003), (2, 200_001), (3, 40_003)])
-def test_all_reduces_in_place_and_out_of_place_meet(count: int, size: int, grouped: bool) -> None:
-    """Private tensors are published in mapped results, if every rank's is mapped or published."""
-
-    def program(world: World) -> None:
-        ramp = np.arange(count, dtype=np.float64)
-        for kinds in itertools.product(range(4), repeat=world.size):
-            in_place, mapped = divmod(kinds[world.rank], 2)
-            for step in range(3):
-                tensors = [arena.empty(count, np.float64) if mapped else np.empty(count) for _ in range(1 + grouped)]
-                for number, tensor in enumerate(tensors):
-                    np.multiply(ramp, world.rank + step + number, tensor)
-                if grouped:
-                    results = (world.grouped_allreduce_ if in_place else world.grouped_allreduce)(
-                        tensors, average=False
-                    )
-                else:
-                    results = [(world.allreduce_ if in_place else world.allreduce)(tensors[0], average=False)]
-                for number, (tensor, result) in enumerate(zip(tensors, results, strict=True)):
-                    factor = world.size * (step + number) + sum(range(world.size))
-                    np.testing.assert_array_equal(result, ramp * factor)
-                    if not in_place:
-                        np.testing.assert_array_equal(tensor, ramp * (world.rank + step + number))
 
     thread_groups.run(size, program, make_world=World)
 
@@ -135,18 +106,6 @@ def test_broadcasts_of_mapped_tensors_are_loops_on_every_rank(monkeypatch: pytes
 
     thread_groups.run(3, program, make_world=World)
     assert len(ran) == 3 * 3
-
-
-def test_asynchronous_and_blocking_reductions_of_mapped_tensors_alternate() -> None:
-    def program(world: World) -> None:
-        tensor = arena.empty(10_000, np.float64)
-        for step in range(8):
-            tensor[:] = world.rank + step
-            asynchronous = step >> world.rank & 1
-            result = world.allreduce_async_(tensor).wait() if asynchronous else world.allreduce_(tensor)
-            assert (result == step + 0.5).all()
-
-    thread_groups.run(2, program, make_world=World)
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -58,13 +58,10 @@ def test_every_call_has_the_signature() -> None:
     [
         ("import cupy\ncupy.cuda.runtime.malloc(8)", None),
         ("import cupy\ncupy.cuda.runtime.malloc(8, 0)", "2 arguments"),
-        ("from cupy.cuda import runtime as r\nr.mallocManaged(8)", "unknown"),
         ("from cupy.cuda import runtime\n_copy = runtime.memcpyAsync\n_copy(1, 2, 3, 4)", "4 arguments"),
-        ("import cupy\ncupy.cuda.runtime.malloc(nbytes=8)", "'nbytes'"),
         ("bindings = importlib.import_module('nccl.bindings.nccl')\nbindings.send(1, 2, 3, 4, 5)", "5 arguments"),
         ("from collectives.device import nccl_binding\nself._issue('recv', 1, 2, 3, 4)", "4 arguments"),
         ("_call('cuDeviceGet', 1)", "1 arguments"),
-        ("load().cuDeviceGets(1)", "unknown"),
     ],
 )
 def test_a_wrong_call_is_seen(source: str, expected: str | None) -> None:

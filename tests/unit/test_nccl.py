@@ -1,5 +1,4 @@
-"""NCCL's adapter: what elements are called, what errors say, how long things take; the watch; and the emulation's
-rules."""
+"""NCCL's adapter: what elements are called, what errors say, how long things take; and the watch."""
 
 from __future__ import annotations
 
@@ -9,6 +8,8 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from collectives.cuda.messages import NcclMessages
 from collectives.device import nccl_binding
 from collectives.transport.cuda import nccl, nccl_elements, nccl_library
 from collectives.transport.cuda.watchdog import Watch, _WorkInFlight
+from tests.support.emulated.cuda import EmulatedDevice
 from tests.support.emulated.fake_cupy import checked, signatures
 from tests.support.emulated.nccl import EmulatedCommunicator, EmulatedNccl
 
@@ -831,185 +833,51 @@ def test_a_watch_that_is_dropped_ends_its_thread_without_the_collector(interval:
         gc.enable()
 
 
-# ---- the emulation
-
-
-class StreamThreads:
-    """A device with streams that are threads: what the emulation needs of `tests.support.emulated.cuda`."""
-
-    def __init__(self) -> None:
-        self._streams: dict[int, queue.Queue[Callable[[], None] | None]] = {}
-        self._memory: dict[int, np.ndarray[Any, Any]] = {}
-        self.lost: set[int] = set()
-        self.identity = f"GPU {id(self)}"
-
-    def activate(self) -> None:
-        pass
-
-    def allocate(self, nbytes: int) -> int:
-        memory = np.zeros(nbytes, np.uint8)
-        self._memory[memory.ctypes.data] = memory
-        return int(memory.ctypes.data)
-
-    def free(self, address: int) -> None:
-        del self._memory[address]
-
-    def create_stream(self) -> int:
-        stream = len(self._streams) + 1
-        work: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._streams[stream] = work
-
-        def run() -> None:
-            while (piece := work.get()) is not None:
-                piece()
-
-        threading.Thread(target=run, daemon=True).start()
-        return stream
-
-    def destroy_stream(self, stream: int) -> None:
-        self._streams[stream].put(None)
-
-    def enqueue(self, stream: int, work: Callable[[], None]) -> None:
-        self._streams[stream].put(work)
-
-    def touch(self, what: str, address: int, nbytes: int) -> None:
-        if address in self.lost:
-            raise TransportError(f"{what} touches memory that is gone")
-
-    def drain(self, stream: int) -> None:
-        done = threading.Event()
-        self.enqueue(stream, done.set)
-        assert done.wait(SECONDS)
+# ---- on emulated GPUs
 
 
 class Rank:
-    """A rank of an emulated communicator, with a stream."""
+    """A rank of an emulated communicator, with a GPU, a stream and some memory of its own."""
 
-    def __init__(self, communicator: EmulatedCommunicator, device: StreamThreads) -> None:
-        self.communicator = communicator
-        self.device = device
-        self.stream = device.create_stream()
-
-    def drain(self) -> None:
-        self.device.drain(self.stream)
+    def __init__(self, rank: int, library: EmulatedNccl, unique_id: bytes) -> None:
+        self.device = EmulatedDevice(rank)
+        self.device.activate()
+        self.stream, self.memory = self.device.create_stream(), self.device.allocate(64)
+        self.communicator = library.connect(rank, library.size, unique_id, SECONDS, self.device)
 
 
-def each(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """``work`` of every rank, in threads of their own; raises what one raised."""
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-    return results
-
-
-def ranks(size: int, *, timeout: float = SECONDS) -> list[Rank]:
-    library = EmulatedNccl(size, timeout=timeout)
-    unique_id = library.make_id()
-
-    def connect(rank: int) -> Rank:
-        device = StreamThreads()
-        return Rank(library.connect(rank, size, unique_id, SECONDS, device), device)
-
-    return each(size, connect)
-
-
-def at(array: np.ndarray[Any, Any]) -> int:
-    return int(array.ctypes.data)
-
-
-def test_emulated_sends_without_a_group_deadlock_and_tell() -> None:
-    group = ranks(2, timeout=0.1)
-    data = [np.zeros(2, np.float32) for _ in range(2)]
-    for rank, member in enumerate(group):
-        member.communicator.send(at(data[rank]), 2, data[rank].dtype, 1 - rank, member.stream)
-        member.communicator.receive(at(data[rank]), 2, data[rank].dtype, 1 - rank, member.stream)
+@contextmanager
+def ranks(size: int) -> Iterator[list[Rank]]:
+    library = EmulatedNccl(size, timeout=SECONDS)
+    with ThreadPoolExecutor(size) as pool:
+        group = list(pool.map(Rank, range(size), [library] * size, [library.make_id()] * size))
+    yield group
     for member in group:
-        member.drain()
-        with pytest.raises(TransportError, match=r"waited 0.1 s in send"):
-            member.communicator.check()
-
-
-@pytest.mark.parametrize("mistake", ["count", "order", "op"])
-def test_emulated_mistakes_fail_on_every_rank(mistake: str) -> None:
-    group = ranks(2)
-    data = [np.ones(4, np.float32) for _ in range(2)]
-    kind = data[0].dtype
-    for rank, member in enumerate(group):
-        communicator, address, stream = member.communicator, at(data[rank]), member.stream
-        if mistake == "count":
-            call = communicator.send if rank == 0 else communicator.receive
-            call(address, 4 - rank, kind, 1 - rank, stream)
-        elif mistake == "op":
-            communicator.all_reduce(address, address, 4, kind, Op.SUM if rank else Op.PRODUCT, stream)
-        else:
-            reduce = (address, address, 4, kind, Op.SUM, stream)
-            if rank == 0:
-                communicator.all_reduce(*reduce)
-            communicator.broadcast(address, address, 4, kind, 0, stream)
-            if rank == 1:
-                communicator.all_reduce(*reduce)
-    for rank, member in enumerate(group):
-        member.drain()
-        with pytest.raises(TransportError, match=r"does not match|collectives differ"):
-            member.communicator.check()
-        assert (data[rank] == 1).all()
+        member.device.close()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_warming_up_reaches_every_peer(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    group, pairs, send = ranks(size), set(), EmulatedCommunicator.send
+    pairs, send = set(), EmulatedCommunicator.send
 
     def noted(self: EmulatedCommunicator, source: int, count: int, dtype: Any, peer: int, stream: int) -> None:
         pairs.add((self.rank, peer))
         send(self, source, count, dtype, peer, stream)
 
+    def warm_up(member: Rank) -> None:
+        nccl.warm_up(member.communicator, member.device, member.memory, member.stream, SECONDS)
+
     monkeypatch.setattr(EmulatedCommunicator, "send", noted)
-    scratch = [np.zeros(2 * size, np.uint8) for _ in range(size)]
-
-    def warm_up(rank: int) -> None:
-        nccl.warm_up(group[rank].communicator, group[rank].device, at(scratch[rank]), group[rank].stream, SECONDS)  # type: ignore[arg-type]
-
-    each(size, warm_up)
-    for member in group:
-        member.communicator.check()
-        assert member.communicator._carried_out == (size > 1)
+    with ranks(size) as group, ThreadPoolExecutor(size) as pool:
+        list(pool.map(warm_up, group))
+        for member in group:
+            member.communicator.check()
+            assert member.communicator._carried_out == (size > 1)
     assert pairs == {(a, b) for a in range(size) for b in range(size) if a != b}
 
 
 def test_warming_up_without_a_peer_is_bounded_and_aborts() -> None:
-    first, _ = ranks(2)
-    with pytest.raises(CollectiveTimeoutError, match=r"rank 0: .*1 other ranks within 0.05 s"):
-        nccl.warm_up(first.communicator, first.device, at(np.zeros(4, np.uint8)), first.stream, 0.05)  # type: ignore[arg-type]
-    assert first.communicator.aborts == 1
-
-
-def test_the_watch_frees_a_stream_that_waits_for_a_peer_that_died() -> None:
-    first, _ = ranks(2)
-    data, passed = np.zeros(1, np.float32), threading.Event()
-    first.communicator.all_reduce(at(data), at(data), 1, data.dtype, Op.SUM, first.stream)
-    first.device.enqueue(first.stream, passed.set)
-
-    def died() -> None:
-        raise RankFailedError("rank 1 died")
-
-    told: queue.Queue[Exception] = queue.Queue()
-    device = SimpleNamespace(activate=lambda: None, passed=lambda event: passed.is_set())
-    watch = Watch(device, [first.communicator], died, told.put, interval=0.001)  # type: ignore[arg-type]
-    watch.add(1)
-    assert passed.wait(SECONDS)
-    assert isinstance(told.get(timeout=SECONDS), RankFailedError) and first.communicator.aborts == 1
-    watch.close()
+    with ranks(2) as (first, _):
+        with pytest.raises(CollectiveTimeoutError, match=r"rank 0: .*1 other ranks within 0.05 s"):
+            nccl.warm_up(first.communicator, first.device, first.memory, first.stream, 0.05)
+        assert first.communicator.aborts == 1

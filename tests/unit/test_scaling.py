@@ -309,7 +309,6 @@ def sweep(*points: Point) -> Study:
 @pytest.mark.parametrize(
     "study",
     [
-        strong(),
         sweep(*[Point(n, (5.0 * n,), 8 * n, v, (0.1,)[: n - 1]) for v in ("1", "2") for n in (1, 2)]),
         sweep(Point(2, (5.0,), 8, "wide"), Point(2, (4.0,), 8, "deep")),
     ],

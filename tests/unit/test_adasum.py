@@ -70,7 +70,7 @@ def test_trees_are_written_as_levels_of_pairs() -> None:
     assert adasum.tree(7) == [[(0, 1), (2, 3), (4, 5)], [(0, 2), (4, 6)], [(0, 4)]]
 
 
-@pytest.mark.parametrize("size", range(1, 66))
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 64, 65])
 def test_every_rank_is_combined_once_in_as_few_levels_as_possible(size: int) -> None:
     holds = [[rank] for rank in range(size)]
     levels = adasum.tree(size)
@@ -136,12 +136,6 @@ def test_zero_vectors_leave_the_other_as_it_is(
     np.testing.assert_array_equal(distributed(vectors), vectors[rank])
 
 
-@given(st.sampled_from(DTYPES), st.integers(0, 30), st.integers(0, 99))
-def test_a_pair_is_symmetric(dtype: np.dtype[Any], count: int, seed: int) -> None:
-    a, b = drawn(2, count, dtype, seed)
-    np.testing.assert_array_equal(distributed([a, b]), distributed([b, a]))
-
-
 @given(st.integers(2, 9), st.sampled_from([-40, -14, 3, 40]), st.integers(1, 30), st.integers(0, 99))
 def test_scaled_vectors_give_the_scaled_result_however_short_they_are(
     size: int, exponent: int, count: int, seed: int
@@ -195,15 +189,6 @@ def test_how_the_elements_are_sliced_does_not_matter(
     np.testing.assert_allclose(sliced, whole, rtol=EPS[dtype] * 2, atol=EPS[dtypes.accumulator(dtype)] * 64)
 
 
-def test_tensors_that_share_an_array_are_combined_each_by_itself() -> None:
-    fused = np.stack(drawn(2, 10, np.dtype(np.float32), seed=3))
-    wanted = [distributed(list(fused[:, part].copy())) for part in (slice(0, 4), slice(4, 10))]
-    for part in (slice(0, 4), slice(4, 10)):
-        columns = fused[:, part]
-        adasum.combine(columns, [(0, 1)], adasum.dots(columns, [(0, 1)]))
-    np.testing.assert_array_equal(fused[0], np.concatenate(wanted))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtypes.name)
 def test_dots_are_summed_in_float64_whatever_the_dtype(dtype: np.dtype[Any]) -> None:
     vectors = np.stack(drawn(3, 20_000, dtype, seed=5))
@@ -214,14 +199,6 @@ def test_dots_are_summed_in_float64_whatever_the_dtype(dtype: np.dtype[Any]) -> 
         for total, (a, b) in zip(row, [(i, j), (i, i), (j, j)], strict=True):
             assert total == pytest.approx(math.fsum(x * y for x, y in zip(exact[a], exact[b], strict=True)), rel=1e-13)
     np.testing.assert_array_equal(found, adasum.dots(adasum.widen(vectors), [(0, 1), (2, 0)]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtypes.name)
-def test_an_empty_slice_has_dots_of_zero_and_combines_to_nothing(dtype: np.dtype[Any]) -> None:
-    vectors = adasum.widen(np.empty((4, 0), dtype))
-    np.testing.assert_array_equal(adasum.dots(vectors, [(0, 1), (2, 3)]), np.zeros((2, 3)))
-    adasum.combine(vectors, [(0, 1), (2, 3)], np.ones((2, 3)))
-    assert vectors.shape == (4, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtypes.name)

@@ -90,13 +90,6 @@ def test_a_word_says_where_an_array_lies() -> None:
                 assert peers[offset : offset + view.nbytes] == view.tobytes()
 
 
-def test_many_tensors_are_located_at_once(small_pieces: None) -> None:
-    arena = Arena()
-    arrays = [arena.empty(size, np.uint8) for size in (100, 3 * MIB, 3 * MIB)] + [private(100, np.uint8)]
-    found = arena.locate_all(np.array([*map(address, arrays)]), np.array([array.nbytes for array in arrays]))
-    assert found.tolist() == [word(arena, array) for array in arrays] and found[2] and not found[3]
-
-
 def test_private_memory_has_no_word() -> None:
     arena = Arena()
     array = arena.empty(100, np.uint8)

@@ -96,16 +96,6 @@ def test_other_layouts_are_copied_in_c_order_and_stored_back(tensor: np.ndarray[
     tensor[...] = memory  # other cases look at the same base
 
 
-def test_a_fortran_ordered_copy_does_not_touch_the_tensor_until_it_is_stored() -> None:
-    tensor = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    found = view(tensor, writable=True)
-    assert found.copied
-    found.array[:] = 0
-    assert tensor[1, 2] == 5
-    found.store()
-    assert (tensor == 0).all() and tensor.flags.f_contiguous
-
-
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_slicing_and_transposing_reads_and_stores_like_numpy(data: st.DataObject) -> None:
@@ -356,7 +346,7 @@ def test_a_module_with_from_dlpack_is_found_without_an_array_namespace(monkeypat
     assert type(view(Foreign(np.arange(3.0))).wrap(np.zeros(2))) is Foreign
 
 
-@pytest.mark.parametrize("device", [4, 8, 10, 14])
+@pytest.mark.parametrize("device", [4, 10])
 def test_tensors_on_other_devices_are_refused(device: int) -> None:
     with pytest.raises(
         InvalidTypeError,

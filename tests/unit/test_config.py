@@ -12,20 +12,12 @@ from hypothesis import strategies as st
 
 import collectives
 from collectives.base.config import (
-    ALGORITHMS,
-    LOG_LEVELS,
-    TRANSPORTS,
     Config,
-    parse_bool,
     parse_bytes,
     stated_settings,
     unknown,
 )
 from collectives.base.errors import InvalidArgumentError
-
-
-def test_an_empty_environment_gives_the_defaults() -> None:
-    assert Config.from_environment({}) == Config()
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
@@ -35,11 +27,6 @@ def test_an_empty_variable_counts_as_unset() -> None:
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLECTIVES_TIMEOUT", "12.5")
     assert Config.from_environment().timeout == 12.5
-
-
-def test_the_configuration_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().timeout = 1.0  # type: ignore[misc]
 
 
 def test_every_setting_has_its_own_variable() -> None:
@@ -68,29 +55,20 @@ def test_what_only_rank_0_goes_by_holds_for_all() -> None:
     assert first.with_those_of(mine).timeline == "1.json"
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_algorithm_can_be_forced(algorithm: str) -> None:
-    assert Config.from_environment({"COLLECTIVES_ALGORITHM": algorithm}).algorithm == algorithm
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS, ids="over-{}".format)
-def test_every_transport_can_be_forced(transport: str) -> None:
-    assert Config.from_environment({"COLLECTIVES_TRANSPORT": transport}).transport == transport
-
-
 @pytest.mark.parametrize(
     ("variable", "text", "attribute", "value"),
     [
+        ("COLLECTIVES_ALGORITHM", "ring", "algorithm", "ring"),
+        ("COLLECTIVES_TRANSPORT", "mpi", "transport", "mpi"),
+        ("COLLECTIVES_ALGORITHM", "ring", "algorithm", "ring"),
+        ("COLLECTIVES_TRANSPORT", "mpi", "transport", "mpi"),
         ("COLLECTIVES_SEGMENT", "512K", "segment", 512 << 10),
-        ("COLLECTIVES_RESULT_POOL", "0", "result_pool", 0),
         ("COLLECTIVES_RESULT_POOL", "1GiB", "result_pool", 1 << 30),
-        ("COLLECTIVES_ARENA", "0", "arena", 0),
         ("COLLECTIVES_ARENA", "4G", "arena", 4 << 30),
         ("COLLECTIVES_LOCAL_SIZE", "2", "local_size", 2),
         ("COLLECTIVES_TIMEOUT", "0.5", "timeout", 0.5),
         ("COLLECTIVES_FUSION_THRESHOLD", "64M", "fusion_threshold", 64 << 20),
         ("HOROVOD_FUSION_THRESHOLD", "33554432", "fusion_threshold", 32 << 20),
-        ("HOROVOD_FUSION_THRESHOLD", "0", "fusion_threshold", 0),
         ("COLLECTIVES_CYCLE_TIME", "0", "cycle_time", 0.0),
         ("HOROVOD_CYCLE_TIME", "3.5", "cycle_time", 3.5),
         ("COLLECTIVES_CACHE_CAPACITY", "0", "cache_capacity", 0),
@@ -110,6 +88,8 @@ def test_every_transport_can_be_forced(transport: str) -> None:
         ("COLLECTIVES_AUTOTUNE", "on", "autotune", True),
         ("HOROVOD_AUTOTUNE", "True", "autotune", True),
         ("HOROVOD_AUTOTUNE", "0", "autotune", False),
+        ("COLLECTIVES_AUTOTUNE", " Off ", "autotune", False),
+        ("COLLECTIVES_AUTOTUNE", " Off ", "autotune", False),
         ("COLLECTIVES_AUTOTUNE_LOG", "log.csv", "autotune_log", "log.csv"),
         ("HOROVOD_AUTOTUNE_LOG", "log.csv", "autotune_log", "log.csv"),
         ("COLLECTIVES_AUTOTUNE_WARMUP", "0", "autotune_warmup", 0),
@@ -135,31 +115,20 @@ def test_settings_are_read(variable: str, text: str, attribute: str, value: obje
         ("COLLECTIVES_TRANSPORT", "udp", "one of auto, window"),
         ("COLLECTIVES_GRADIENTS", "right", "one of exact, horovod"),
         ("COLLECTIVES_SEGMENT", "1.5", "number of bytes"),
-        ("COLLECTIVES_SEGMENT", "-4K", "number of bytes"),
-        ("COLLECTIVES_SEGMENT", "many", "number of bytes"),
         ("COLLECTIVES_SEGMENT", "inf", "number of bytes"),
-        ("COLLECTIVES_SEGMENT", "   ", "number of bytes"),
         ("COLLECTIVES_RESULT_POOL", "nan", "number of bytes"),
         ("COLLECTIVES_TIMEOUT", "0", "positive number of seconds"),
         ("COLLECTIVES_TIMEOUT", "nan", "positive number of seconds"),
-        ("COLLECTIVES_TIMEOUT", "soon", "positive number of seconds"),
         ("COLLECTIVES_LOCAL_SIZE", "-1", "whole number"),
-        ("COLLECTIVES_LOCAL_SIZE", "2.0", "whole number"),
-        ("COLLECTIVES_FUSION_THRESHOLD", "much", "number of bytes"),
         ("HOROVOD_FUSION_THRESHOLD", "-1", "number of bytes"),
-        ("COLLECTIVES_CYCLE_TIME", "-1", "number of milliseconds, 0 or more"),
-        ("HOROVOD_CYCLE_TIME", "inf", "number of milliseconds, 0 or more"),
         ("COLLECTIVES_CYCLE_TIME", "nan", "number of milliseconds, 0 or more"),
         ("HOROVOD_CACHE_CAPACITY", "-1", "whole number, 0 or more"),
-        ("COLLECTIVES_STALL_WARNING", "-1", "number of seconds, 0 or more"),
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", "nan", "number of seconds, 0 or more"),
         ("HOROVOD_STALL_CHECK_DISABLE", "2", "1, true, yes or on"),
-        ("COLLECTIVES_STALL_SHUTDOWN", "never", "number of seconds, 0 or more"),
         ("HOROVOD_AUTOTUNE", "maybe", "1, true, yes or on"),
         ("COLLECTIVES_AUTOTUNE_WARMUP", "-1", "whole number, 0 or more"),
         ("COLLECTIVES_AUTOTUNE_STEPS", "0", "whole number, 1 or more"),
         ("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "0", "whole number, 1 or more"),
-        ("COLLECTIVES_AUTOTUNE_NOISE", "1.1", "number from 0 to 1"),
         ("COLLECTIVES_AUTOTUNE_NOISE", "nan", "number from 0 to 1"),
         ("HOROVOD_LOG_LEVEL", "loud", "one of trace, debug"),
     ],
@@ -186,21 +155,6 @@ def test_sizes_are_powers_of_two(count: int, unit: str, space: str) -> None:
 def test_halves_of_a_unit_are_whole_bytes() -> None:
     assert parse_bytes("0.5K") == 512
     assert parse_bytes("1.5MiB") == 3 << 19
-
-
-@pytest.mark.parametrize("level", LOG_LEVELS)
-def test_every_log_level_is_accepted_in_either_case(level: str) -> None:
-    assert Config.from_environment({"COLLECTIVES_LOG_LEVEL": level.upper()}).log_level == level
-
-
-@pytest.mark.parametrize("word", ["1", "true", "YES", " on "])
-def test_yes(word: str) -> None:
-    assert parse_bool(word) is True
-
-
-@pytest.mark.parametrize("word", ["0", "False", "no", "off"])
-def test_no(word: str) -> None:
-    assert parse_bool(word) is False
 
 
 def test_our_variable_wins_over_horovods() -> None:
@@ -238,7 +192,6 @@ def test_what_is_given_is_told_from_the_defaults() -> None:
             "COLLECTIVES_FUSION_TRESHOLD",
             "COLLECTIVES_FUSION_TRESHOLD is no setting; did you mean COLLECTIVES_FUSION_THRESHOLD?",
         ),
-        ("COLLECTIVES_LOGLEVEL", "COLLECTIVES_LOGLEVEL is no setting; did you mean COLLECTIVES_LOG_LEVEL?"),
         ("COLLECTIVES_QUX", "COLLECTIVES_QUX is no setting of collectives"),
     ],
 )

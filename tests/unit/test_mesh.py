@@ -221,28 +221,18 @@ def test_a_listener_of_another_kind_is_named(service: Service) -> None:
                 dialling.result()
 
 
-def test_random_bytes_replays_and_crowds_get_nowhere(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "PROVE_WITHIN", 1.0)
-    admitted: list[bytes] = []
-    server = Listener(service, network.LOOPBACK, 0, KEY, lambda hello, sock: admitted.append(hello))
-    recorded = struct.pack("<32sH5s32s", os.urandom(32), 5, b"hello", os.urandom(32))
-    half_open = [socket.create_connection(server.address) for _ in range(MOST_UNPROVED + 20)]
-    for attack in (b"", os.urandom(500), recorded, b"\xff" * 40, b"\0" * 34):
-        with socket.create_connection(server.address) as sock:
-            sock.settimeout(10)
-            with suppress(OSError):  # it may be refused before it has said all
-                sock.sendall(attack)
-                sock.shutdown(socket.SHUT_WR)
-            answer = b"".join(iter(lambda sock=sock: receive(sock), b""))  # type: ignore[misc]
-            assert len(answer) <= 46  # the greeting and a nonce: nothing of the job
-    service.run(dial(service, *server.address, KEY, b"mine"), 10).close()
-    assert admitted == [b"mine"]
-    for sock in half_open:
-        sock.settimeout(10)
-        while receive(sock):
-            pass
-        sock.close()
-    server.close()
+def test_a_listener_that_does_not_hold_the_key_is_refused(service: Service) -> None:
+    """It says all that a listener says, in place of a rank."""
+    with socket.create_server((network.LOOPBACK, 0)) as other:
+        dialling = service.start(dial(service, *other.getsockname()[:2], KEY, b"hello"))
+        sock, _ = other.accept()
+        with sock:
+            sock.sendall(Verification(KEY).greeting)
+            assert sock.recv(71, socket.MSG_WAITALL)
+            sock.sendall(os.urandom(32))
+            with pytest.raises(TransportError, match="does not hold this job's key"):
+                dialling.wait(10)
+                dialling.result()
 
 
 def connected(address: tuple[str, int], source: str) -> socket.socket:

@@ -24,7 +24,7 @@ def control_of(channel: TcpChannel) -> NetworkControl:
     return control
 
 
-@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_every_rank_gets_every_ranks_words_in_many_calls(size: int) -> None:
     def rank(channel: TcpChannel, links: Any) -> list[Any]:
         control, got = control_of(channel), []

@@ -95,13 +95,6 @@ def page(path: Path) -> Page:
     return Page(report.read_text(encoding="utf-8"))
 
 
-def test_where_the_time_went(trace: Path) -> None:
-    spent = timeline_summary.shares(parse(read(trace)))
-    seconds = {rank: {kind: time / 1e6 for kind, time in times.items()} for rank, times in spent.items()}
-    assert seconds[0] == pytest.approx({"waiting": 3.0, "pack": 0.5, "unpack": 0.0, "communicate": 2.0, "idle": 4.5})
-    assert seconds[1] == pytest.approx({"waiting": 0.0, "pack": 0.5, "unpack": 1.0, "communicate": 2.5, "idle": 6.0})
-
-
 Engine = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 10), st.sampled_from([*KINDS[1:], "wait"])), min_size=1, max_size=12
 )
@@ -128,34 +121,6 @@ def test_each_moment_counts_once_and_for_what_says_most(spans: list[tuple[int, i
         active = {"waiting" if name == "wait" else name for at, length, name in spans if at <= moment < at + length}
         expected[next((kind for kind in KINDS if kind in active), "idle")] += 1.0
     assert timeline_summary.shares(found)[0] == pytest.approx(expected)
-
-
-def test_who_waited_for_whom(trace: Path) -> None:
-    assert timeline_summary.waited_for(parse(read(trace))) == {(0, 1): 3e6}
-
-
-def test_what_was_fused(trace: Path) -> None:
-    (bucket,) = timeline_summary.buckets(parse(read(trace)))
-    assert (bucket.operation, bucket.tensors, bucket.nbytes, bucket.times) == (
-        "allreduce ring over window",
-        ("late", "soon"),
-        3 << 20,
-        2,
-    )
-    assert bucket.total == pytest.approx(2.25e6)
-
-
-def test_who_submitted_a_tensor_last(trace: Path) -> None:
-    late, soon = timeline_summary.negotiations(parse(read(trace)))
-    assert (late.tensor, late.times, late.mean, late.longest, late.longest_rank, late.last) == (
-        "late",
-        2,
-        2.5e6,
-        4e6,
-        0,
-        {1: 1},
-    )
-    assert (soon.tensor, soon.mean, soon.longest_rank, soon.last) == ("soon", 1.25e6, 1, {0: 1})
 
 
 def test_who_was_last_is_unknown_if_the_ranks_submitted_unequally_often(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from collectives.transport.group import Group
-from tests.mpi.worlds import configs
+from tests.mpi.worlds import every_config
 from tests.support.scenarios import conformance
 
 pytestmark = pytest.mark.mpi
 RANKS = {"openmpi": (3,), "mpich": (3,)}
 
-CONFIGS = configs()
+CONFIGS = every_config()
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))

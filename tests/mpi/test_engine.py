@@ -15,7 +15,7 @@ from tests.mpi.worlds import configs
 from tests.support.scenarios.engine import SCENARIOS, STEADY
 
 pytestmark = pytest.mark.mpi
-RANKS = {"openmpi": (1, 3), "mpich": (2,)}
+RANKS = {"openmpi": (1, 2), "mpich": (3,)}
 
 CONFIGS = configs(cache_capacity=8)
 

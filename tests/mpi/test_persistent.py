@@ -17,7 +17,7 @@ from tests.support.scenarios import persistent as persistent_scenarios
 from tests.support.scenarios.persistent import SCENARIOS
 
 pytestmark = pytest.mark.mpi
-RANKS = {"openmpi": (3,), "mpich": (2,)}
+RANKS = {"openmpi": (2,), "mpich": (3,)}
 
 CONFIGS = configs(cache_capacity=8)
 

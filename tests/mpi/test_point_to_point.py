@@ -11,6 +11,7 @@ from collectives.base.errors import InvalidArgumentError
 from tests.support.scenarios.point_to_point import SCENARIOS, Program, programs, run_program
 
 pytestmark = pytest.mark.mpi
+RANKS = {"openmpi": (1, 3), "mpich": (2,)}
 
 
 def test_scenarios() -> None:

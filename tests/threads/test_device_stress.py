@@ -69,11 +69,11 @@ def stress(world: World, maker: EmulatedMaker, seed: int, forced: dict[str, Any]
 @pytest.mark.parametrize(
     ("size", "devices", "runs", "forced"),
     [
-        (2, 1, 50, {"transport": "cuda-ipc"}),
-        (2, 2, 20, {}),
-        (3, 1, 10, {}),
-        (3, 3, 10, {"transport": "nccl", "algorithm": "ring"}),
-        (4, 2, 10, {"transport": "cuda-ipc", "algorithm": "ring"}),
+        (2, 1, 20, {"transport": "cuda-ipc"}),
+        (2, 2, 10, {}),
+        (3, 1, 6, {}),
+        (3, 3, 6, {"transport": "nccl", "algorithm": "ring"}),
+        (4, 2, 6, {"transport": "cuda-ipc", "algorithm": "ring"}),
     ],
     ids=["2 ranks", "2 GPUs", "3 ranks", "NCCL", "ring"],
 )

@@ -6,7 +6,6 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -122,30 +121,6 @@ def test_dropped_results_memory_goes_back(end: str, monkeypatch: pytest.MonkeyPa
     assert arena.numbers()
     getattr(world, end)()
     assert not arena.numbers()
-
-
-def test_a_cached_request_does_not_keep_the_tensor_of_its_first_call() -> None:
-    calls: list[Callable[[World, Any], Any]] = [
-        lambda world, tensor: world.allreduce(tensor),
-        lambda world, tensor: world.allreduce_(tensor, name="in place"),
-        lambda world, tensor: world.reducescatter(tensor),
-        lambda world, tensor: world.broadcast_(tensor, 0),
-        lambda world, tensor: world.allgather(tensor),
-        lambda world, tensor: world.grouped_allreduce([tensor, np.ones(3)]),
-    ]
-
-    def program(world: World) -> None:
-        for count in (10, 400_000):
-            for number, call in enumerate(calls):
-                tensor = np.ones(count)
-                alive = weakref.ref(tensor)
-                call(world, tensor)
-                world.barrier()
-                del tensor
-                gc.collect()
-                assert alive() is None, (number, count)
-
-    thread_groups.run(2, program, make_world=World)
 
 
 @pytest.mark.parametrize("elements", [100, 1 << 16, 1 << 18], ids=["window", "direct", "large"])

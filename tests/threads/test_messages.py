@@ -44,6 +44,7 @@ def test_a_world_that_has_failed() -> None:
     gave_up: list[bool] = []
     first, second = thread_groups.run(2, program, make_world=lambda group: World(group, Config(timeout=0.3)))
     assert [text.count("rank 0: ") for text in first] == [1, 1], first
+    assert "rank 1" in first[0] and "COLLECTIVES_TIMEOUT" in first[0], first
     assert [text.count("rank 1: ") for text in second] == [1, 1], second
 
 

@@ -25,7 +25,7 @@ def test_one_host(scenario: Scenario, size: int) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_mapped_tensors(scenario: Scenario, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent_scenarios, "empty", persistent_scenarios.mapped)
     thread_groups.run(size, scenario, make_world=World)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,17 @@ def test_what_is_submitted_during_a_blocking_call_needs_nobody_to_wait_for_it() 
         assert not thread.is_alive()
 
     thread_groups.run(2, program, make_world=lambda group: World(group, Config(cycle_time=0.1)))
+
+
+def test_threads_that_wait_for_one_operation_get_its_one_result() -> None:
+    def program(world: World) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            for step in range(30):
+                handle = world.allreduce_async(np.full(1000, float(world.rank + step)), average=False, name="shared")
+                results = list(pool.map(world.synchronize, [handle] * 4, timeout=20))
+                assert all(result is results[0] for result in results) and (results[0] == 2 * step + 1).all()
+
+    thread_groups.run(2, program, make_world=World)
 
 
 def test_threads_that_go_on_in_a_moment_do_not_count_as_stuck() -> None:

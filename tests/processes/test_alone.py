@@ -22,10 +22,6 @@ SEVERAL = {
     "torchrun": {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"},
     "a shell of Slurm's": {"SLURM_NTASKS": "4"},
     "PMI": {"PMI_SIZE": "4"},
-    "PMIx": {"PMIX_RANK": "1"},
-    "JAX": {"JAX_NUM_PROCESSES": "2"},
-    "TensorFlow": {"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'},
-    "Horovod": {"HOROVOD_SIZE": "2"},
 }
 
 

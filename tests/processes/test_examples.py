@@ -133,14 +133,12 @@ VARIANTS = [  # an example, its flags, what it then prints
     ("pytorch/pytorch_mnist.py", "--epochs 2 --use-adasum", "Train Epoch: 2 [0/719 (0%)]"),
     (BENCHMARK, "--batch-size 2 --num-warmup-batches 1 --num-iters 1 --use-adasum", "Total img/sec on 2 CPU(s): "),
     (BENCHMARK, "--batch-size 2 --num-warmup-batches 1 --num-iters 1 --fp16-allreduce --sync-batch-norm", "Iter #0: "),
-    ("pytorch/pytorch_gan.py", "--epochs 1 --fp16-allreduce", "Train Epoch: 1\tDistance: "),
     (
         "pytorch/pytorch_transformer.py",
         "--steps 6 --batches-per-allreduce 2 --use-mixed-precision",
         "Step: 6\tTest loss: ",
     ),
     ("pytorch/pytorch_transformer.py", "--steps 3 --compile aot_eager", "Step: 3\tTest loss: "),
-    ("adasum/adasum_small_model.py", "--mode cubic --op Adasum", "Adasum: loss after 50 steps "),
 ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.test_engine_failures import MARKS
-from tests.support.launching.mpirun import IMPLEMENTATIONS, python_for, run_ranks
+from tests.support.launching.mpirun import python_for, run_ranks
 from tests.trials.deaths import WHERES, Injection, inject
 from tests.trials.interrupted import interrupt
 
@@ -25,12 +25,11 @@ hvd.allreduce(data)
 BOUND = 20.0
 
 
-@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    ("ending", "code", "text"),
+    ("mpi", "ending", "code", "text"),
     [
-        ("raise ValueError('the model exploded')", 1, "the model exploded"),
-        ("sys.exit(3)", 3, ""),
+        ("openmpi", "raise ValueError('the model exploded')", 1, "the model exploded"),
+        ("mpich", "sys.exit(3)", 3, ""),
     ],
     ids=["raises", "exits"],
 )
@@ -70,69 +69,6 @@ def test_mpi_ends_without_messages_that_nobody_has_read() -> None:
     assert "UCX" not in str(result), str(result)
 
 
-@pytest.mark.parametrize(
-    "env", [{}, {"COLLECTIVES_TRANSPORT": "mpi"}, {"COLLECTIVES_LOCAL_SIZE": "1"}], ids=["memory", "messages", "hosts"]
-)
-def test_a_rank_that_leaves_is_named(env: dict[str, str]) -> None:
-    program = """
-if rank == 1:
-    hvd.shutdown()
-else:
-    try:
-        hvd.allreduce(data, name="weights")
-    except hvd.RankFailedError as error:
-        assert "rank 1" in str(error), error
-        print("named")
-    else:
-        raise SystemExit("no error")
-"""
-    result = run_ranks(2, PREAMBLE + program, env=env, timeout=40)
-    assert "named" in result.ranks[0]
-
-
-def test_a_failure_reaches_a_rank_that_waits_for_another(tmp_path: Path) -> None:
-    program = """
-if rank == 2:
-    for waiting in (0, 1):
-        until_marked(f"ready {waiting}")
-    hvd.world().fail("the disk is full")
-    for waiting in (0, 1):
-        until_marked(f"refused {waiting}")
-else:
-    mark(f"ready {rank}")
-    try:
-        hvd.barrier()
-    except hvd.RankFailedError as error:
-        assert "rank 2" in str(error) and "the disk is full" in str(error), error
-        print("told")
-    try:
-        hvd.barrier()
-    except hvd.RankFailedError as error:
-        print("still refused")
-    mark(f"refused {rank}")
-"""
-    result = run_ranks(3, PREAMBLE + MARKS + program, timeout=40, args=[str(tmp_path)])
-    assert all("told" in result.ranks[r] and "still refused" in result.ranks[r] for r in (0, 1)), str(result)
-
-
-def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
-    program = """
-if rank == 0:
-    try:
-        hvd.allreduce(data)
-    except hvd.CollectiveTimeoutError as error:
-        assert "rank 1" in str(error) and "COLLECTIVES_TIMEOUT" in str(error), error
-        print("timed out")
-        mark("timed out")
-else:
-    until_marked("timed out")
-"""
-    result = run_ranks(
-        2, PREAMBLE + MARKS + program, env={"COLLECTIVES_TIMEOUT": "1"}, timeout=40, args=[str(tmp_path)]
-    )
-    assert "timed out" in result.ranks[0]
-
-
 @pytest.mark.parametrize(("transport", "size"), [("direct-read", 3), ("window", 2), ("mpi", 3)])
 def test_an_interrupt_in_the_middle_of_a_call_corrupts_nobody(transport: str, size: int) -> None:
     """Rank 1 is interrupted at many moments of in-place all-reduces, in every other world of those with handles, and
@@ -146,12 +82,12 @@ def on_alarm(number, frame):
 
 signal.signal(signal.SIGALRM, on_alarm)
 told = 0
-for attempt in range(14):
+for attempt in range(8):
     hvd.init()
     tensors, handles = [np.ones(400_000, np.float32) for _ in range(4)], []
     try:
         if rank == 1:
-            signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.0015 * attempt)
+            signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.0025 * attempt)
         while attempt % 2:
             hvd.allreduce_(tensors[0], average=True, transport="{transport}")
         while True:
@@ -179,7 +115,7 @@ MPI.COMM_WORLD.Barrier()
 os._exit(0)
 """
     result = run_ranks(size, "import gc\n" + PREAMBLE + program, timeout=90, expect=None)
-    assert all(f"told {0 if rank == 1 else 14}" in result.ranks[rank] for rank in range(size)), str(result)
+    assert all(f"told {0 if rank == 1 else 8}" in result.ranks[rank] for rank in range(size)), str(result)
 
 
 @pytest.mark.parametrize("env", [{}, {"COLLECTIVES_LOCAL_SIZE": "1"}], ids=["memory", "hosts"])
@@ -256,89 +192,8 @@ finally:
 )
 def test_init_may_be_interrupted_and_tried_again(world: str, env: dict[str, str]) -> None:
     """And calls and shutdown(): each rank is interrupted at random moments, while its peers wait for it."""
-    result = interrupt(world, 3, 8, seed=0, timeout=120, env=env)
+    result = interrupt(world, 3, 5, seed=0, timeout=120, env=env)
     assert "WRONG" not in f"{result.output}{result.ranks}", str(result)
-
-
-@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
-def test_forked_children_are_refused_and_touch_nothing(mpi: str) -> None:
-    program = """
-import multiprocessing
-
-def work(number):
-    try:
-        hvd.allreduce(data)
-    except hvd.CollectivesError as error:
-        return type(error).__name__ + ": " + str(error)
-
-with multiprocessing.get_context("fork").Pool(2) as pool:
-    for said in pool.map(work, range(4)):
-        assert said.startswith("ForkedProcessError") and f"rank {rank}" in said, said
-
-for ending in ("return", "exit", "shutdown", "raise"):
-    child = os.fork()
-    if child == 0:
-        if ending == "exit":
-            sys.exit(7)
-        if ending == "shutdown":
-            hvd.shutdown()
-        if ending == "raise":
-            raise ValueError("in the child")
-        break
-    status = os.waitpid(child, 0)[1]
-    assert os.WEXITSTATUS(status) == {"return": 0, "exit": 7, "shutdown": 0, "raise": 1}[ending], (ending, status)
-    assert (hvd.allreduce(data, average=False) == sum(range(size))).all()
-else:
-    print("parent is well")
-"""
-    # A child that goes on to the end of the program must not say that the parent is well.
-    result = run_ranks(2, PREAMBLE + program, mpi=mpi, timeout=60)
-    assert all(text.count("parent is well") == 1 for text in result.ranks), str(result)
-
-
-@pytest.mark.parametrize("env", [{}, {"COLLECTIVES_TRANSPORT": "mpi"}], ids=["memory", "messages"])
-def test_calls_from_two_threads_find_their_partners(env: dict[str, str]) -> None:
-    program = """
-failures = []
-
-def calls(name, count):
-    try:
-        for step in range(60):
-            tensor = np.full(count, float(rank + step))
-            result = hvd.allreduce(tensor, average=False, name=name)
-            assert (result == sum(r + step for r in range(size))).all()
-            gathered = hvd.allgather(np.full((rank + 1, count), step), name=name)
-            assert gathered.shape == (sum(range(size + 1)), count) and (gathered == step).all()
-    except BaseException as error:
-        failures.append(error)
-
-threads = [threading.Thread(target=calls, args=(f"thread {k}", 10 + k)) for k in range(3)]
-for thread in (threads if rank == 0 else reversed(threads)):
-    thread.start()
-for thread in threads:
-    thread.join()
-assert not failures, failures
-print("correct")
-"""
-    result = run_ranks(3, PREAMBLE + program, env=env, timeout=90)
-    assert all("correct" in text for text in result.ranks), str(result)
-
-
-def test_a_mistake_is_still_told_when_several_threads_call() -> None:
-    program = """
-thread = threading.Thread(target=lambda: hvd.allreduce(data, name="fine"))
-thread.start()
-thread.join()
-started = time.monotonic()
-try:
-    hvd.allreduce(data[: 10 + rank], name="wrong")
-except hvd.MismatchError as error:
-    assert "shape" in str(error) and time.monotonic() - started < 10
-    print("told")
-assert (hvd.allreduce(data, average=False) == sum(range(size))).all()
-"""
-    result = run_ranks(2, PREAMBLE + program, timeout=60)
-    assert all("told" in text for text in result.ranks), str(result)
 
 
 def test_a_call_within_a_call_is_refused() -> None:

@@ -175,8 +175,8 @@ def test_a_dead_agent_ends_the_job(no_mpi: dict[str, str], tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three hosts that share the tests' temporary folder; the third will lose its power."""
-    with cluster(3, shared=tmp_path_factory.getbasetemp()) as made:
+    """Two hosts that share the tests' temporary folder."""
+    with cluster(2, shared=tmp_path_factory.getbasetemp()) as made:
         yield made
 
 
@@ -289,26 +289,19 @@ def test_a_cable_that_is_pulled_ends_the_job_on_both_sides(hosts: Cluster, tmp_p
         hosts.heal("host2")
 
 
-def test_a_host_without_power_ends_the_job(hosts: Cluster, tmp_path: Path) -> None:
-    program = script(tmp_path, WAITING + FOREVER)
-    interrupt = (tmp_path / "ready", lambda processes: hosts.power_off("host3"))
-    shown = across(hosts, "host3", *program, patience=1.5, expect=1, interrupt=interrupt).output
-    assert "collectivesrun: lost ranks 2, 3 on host3: no sign of life for " in shown
-
-
 def test_a_stopped_launcher_is_waited_for(hosts: Cluster, tmp_path: Path) -> None:
     program = script(tmp_path, f"{WAITING}while not (folder / 'go').exists():\n    time.sleep(0.01)\n")
 
     def interrupt(processes: list[psutil.Process]) -> None:
         stopped = launcher(processes)
         stopped.send_signal(signal.SIGTSTP)
-        time.sleep(5)  # longer than its silence is borne otherwise
+        time.sleep(3)  # longer than its silence is borne otherwise
         assert stopped.status() == psutil.STATUS_STOPPED
         (tmp_path / "go").touch()
         for process in (stopped, stopped.parent()):  # nsenter stops with it
             process.send_signal(signal.SIGCONT)
 
-    across(hosts, "host2", *program, patience=1.5, interrupt=(tmp_path / "ready", interrupt))
+    across(hosts, "host2", *program, patience=0.8, interrupt=(tmp_path / "ready", interrupt))
 
 
 def test_a_stopped_launcher_whose_host_is_lost_leaves_no_ranks(hosts: Cluster, tmp_path: Path) -> None:

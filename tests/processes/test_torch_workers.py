@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 WORKERS = 2 if "spawn" not in sys.argv else 1  # each of these imports torch anew
 
 class Samples(Dataset):
-    # What a worker does with sample 7: "", "kill", "raise" or "call".
+    # What a worker does with sample 7: "", "kill" or "call".
     def __init__(self, rank, trouble="", result=None):
         self.rank, self.trouble, self.result = rank, trouble, result
     def __len__(self):
@@ -31,8 +31,6 @@ class Samples(Dataset):
         self.result = None  # a result of the engine may end in a forked child
         if i == 7 and self.trouble == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if i == 7 and self.trouble == "raise":
-            raise KeyError("no such sample")
         if i == 7 and self.trouble == "call":
             hvd.allreduce(torch.ones(3))
         return torch.full((3,), i + 0.125 * self.rank), torch.tensor([float(i % 3)])
@@ -72,7 +70,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ("fork", "spawn", "forkserver"))
+@pytest.mark.parametrize("method", ("fork", "spawn"))
 def test_training_beside_workers(method: str) -> None:
     result = run_ranks(2, PREAMBLE + TRAINING, args=[method], timeout=200)
     assert all("trained" in output for output in result.ranks), str(result)
@@ -83,7 +81,7 @@ def test_workers_are_forked_while_operations_are_in_flight() -> None:
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 pooled = hvd.allreduce(torch.ones(1 << 19))
-for round in range(15):
+for round in range(8):
     tensors = [torch.full((20000,), float(rank)) for _ in range(30)]
     handles = [hvd.allreduce_async_(tensor, op=hvd.Sum, name=f"large {i}") for i, tensor in enumerate(tensors)]
     gathered = []
@@ -107,20 +105,19 @@ assert hvd.allreduce(pooled).mean() == 1
     assert all("refused" in output for output in result.ranks), str(result)
 
 
-@pytest.mark.parametrize(("trouble", "text"), [("kill", "worker"), ("raise", "no such sample")])
-def test_a_worker_that_fails_ends_its_rank_and_the_others(trouble: str, text: str) -> None:
+def test_a_worker_that_is_killed_ends_its_rank_and_the_others() -> None:
     program = """
 hvd.init()
-for x, y in loader("fork", True, trouble=sys.argv[1] if hvd.rank() == 1 else ""):
+for x, y in loader("fork", True, trouble="kill" if hvd.rank() == 1 else ""):
     hvd.allreduce(x)
 while True:
     hvd.allreduce(torch.ones(3))
 """
     started = time.monotonic()
-    result = run_ranks(2, PREAMBLE + program, args=[trouble], timeout=100, expect=None)
+    result = run_ranks(2, PREAMBLE + program, timeout=100, expect=None)
     assert result.returncode != 0
     assert time.monotonic() - started < 60
-    assert text in result.ranks[1] and "RankFailedError" in result.ranks[0], str(result)
+    assert "worker" in result.ranks[1] and "RankFailedError" in result.ranks[0], str(result)
 
 
 def test_a_worker_that_would_join_the_ranks_is_refused() -> None:

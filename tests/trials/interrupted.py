@@ -17,7 +17,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ import numpy as np
 import collectives as hvd
 from tests.support.launching.mpirun import Result, run_command, run_ranks
 from tests.support.launching.ports import free_port
+from tests.trials.failed_worlds import Footprint, footprint
 
 WORLDS = ("tcp", "openmpi", "mpich")
 LONGEST = 5.0
@@ -115,7 +115,7 @@ class Rank:
         self.doing = ""
         self.problems: list[str] = []
         self.longest = 0.0, ""
-        self.before: dict[str, int] = {}
+        self.before: Footprint = {}
         signal.signal(signal.SIGALRM, self._on_alarm)
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
@@ -143,7 +143,7 @@ class Rank:
                 self.raised = None
             self._timed("shutdown after an interrupt", hvd.shutdown)
             if len(self.before) == 0 and self.done >= _SETTLED:
-                self.before = held()
+                self.before = footprint()
 
     done = 0
 
@@ -177,22 +177,11 @@ class Rank:
             self.longest = max(self.longest, (seconds, doing))
 
 
-def held() -> dict[str, int]:
-    """What this process holds of the system."""
-    with open("/proc/self/maps") as maps:
-        mappings = sum("memfd" in line or "/dev/shm" in line for line in maps)
-    return {
-        "threads": threading.active_count(),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "shared mappings": mappings,
-    }
-
-
 def be_a_rank(count: int, seed: int) -> None:
     number = int(next(os.environ[name] for name in _NUMBERS if name in os.environ))
     rank = Rank(count, 1000 * seed + number)
     rank.run()
-    grown = {what: (rank.before.get(what, 0), now) for what, now in held().items()}
+    grown = {what: (len(rank.before.get(what, ())), len(now)) for what, now in footprint().items()}
     for problem in rank.problems:
         print(f"WRONG rank {number}: {problem}")
     seconds, doing = rank.longest

@@ -153,21 +153,36 @@ def run(size: int, seed: int, body: Callable[[Rank, Turns], Any], **settings: An
     return turns.run(lambda rank: body(Rank(rank, size, made[rank].control, **settings), turns))
 
 
+Step = tuple[frozenset[str], int]
+"""The names that all ranks submit, in orders of their own, and the number of unnamed operations between them."""
+
+
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[int, list[list[str | None]], set[str]]:
-    """The number of ranks, what all submit in each step, and what one rank submits differently."""
-    names = st.lists(st.sampled_from([*"abcdefgh", None, None]), min_size=1, max_size=6, unique_by=lambda n: n or id(n))
-    repeated = draw(st.lists(names, min_size=1, max_size=3))
+def programs(draw: st.DrawFn) -> tuple[int, list[Step], set[str]]:
+    """The number of ranks, the steps, some of which come again, and the names that one rank submits differently."""
+    names = st.frozensets(st.sampled_from("abcdefgh"), max_size=5)
+    kinds = draw(st.lists(st.tuples(names, st.integers(0, 3)).filter(any), min_size=1, max_size=3))
     odd = draw(st.sets(st.sampled_from("abcdefgh"), max_size=2))
-    return draw(st.integers(2, 4)), draw(st.lists(st.sampled_from(repeated), min_size=1, max_size=5)), odd
+    return draw(st.integers(2, 4)), draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5)), odd
+
+
+def operations(step: Step, differs: set[str], random: Random) -> list[Handle]:
+    """The operations of one rank's step: the unnamed ones, which are matched by their order, differ in shape."""
+    names, count = step
+    named = [operation(name, 5 if name in differs else 4, members=2 * (name == "h")) for name in sorted(names)]
+    random.shuffle(named)
+    unnamed = [operation(None, 10 + place) for place in range(count)]
+    places = [named] * len(named) + [unnamed] * len(unnamed)
+    random.shuffle(places)
+    return [handles.pop(0) for handles in places]
 
 
 @settings(max_examples=200)
-@given(steps(), st.sampled_from([0, 1, 3, 64]), st.sampled_from([1, 40, 1 << 20]), SEEDS)
+@given(programs(), st.sampled_from([0, 1, 3, 64]), st.sampled_from([1, 40, 1 << 20]), SEEDS)
 def test_what_all_submit_is_carried_out_once_and_in_one_order_on_every_rank(
-    program: tuple[int, list[list[str | None]], set[str]], capacity: int, threshold: int, seed: int
+    program: tuple[int, list[Step], set[str]], capacity: int, threshold: int, seed: int
 ) -> None:
-    size, all_steps, odd = program
+    size, steps, odd = program
     log: list[list[Any]] = [[] for _ in range(size)]
 
     def body(rank: Rank, turns: Turns) -> None:
@@ -175,18 +190,9 @@ def test_what_all_submit_is_carried_out_once_and_in_one_order_on_every_rank(
         random = Random(f"{seed} {number}")
         joining = operation("join")
         joining.deliver = lambda handle: handle.keep
-        extra = [operation(f"only some {place}") for place in range(number)]
-        for step, names in enumerate([*all_steps, extra]):
-            handles = extra
-            if names is not extra:
-                handles = [
-                    operation(name, 5 if name in odd and number == step % size else 4, members=2 * (name == "h"))
-                    for name in names
-                ]
-                # The unnamed ones are matched by their order.
-                named = [handle for handle in handles if handle.entry.name is not None]
-                random.shuffle(named)
-                handles = [handle if handle.entry.name is None else named.pop() for handle in handles]
+        lists = [operations(each, odd if number == at % size else set(), random) for at, each in enumerate(steps)]
+        lists.append([operation(f"only some {place}") for place in range(number)])
+        for step, handles in enumerate(lists):
             for handle in handles:
                 if not handle.members and random.random() < 0.5:
                     handle.entry.step = FakeTask(rank.context, handle)
@@ -200,7 +206,7 @@ def test_what_all_submit_is_carried_out_once_and_in_one_order_on_every_rank(
                 assert isinstance(handle.error, MismatchError) if refused else handle.result == handle.key
                 if refused:
                     assert f"rank {NAMES[step % size]}: allreduce(" in str(handle.error)
-                    assert f"shape=({5},)" in str(handle.error) and "shape=(4,)" in str(handle.error)
+                    assert "shape=(5,)" in str(handle.error) and "shape=(4,)" in str(handle.error)
             log[number].append(rank.submissions.unnamed)
         rank.coordinator.begin_join(joining)
         while not joining.done:

@@ -86,8 +86,9 @@ class FakeTask:
 class Rank:
     """A coordinator and what it needs, without threads and tasks."""
 
-    def __init__(self, rank: int, size: int, control: Control, **settings: Any) -> None:
-        self.control, self.stuck = control, False
+    def __init__(self, rank: int, turns: Turns, control: Control, **settings: Any) -> None:
+        self.turns, self.control, self.stuck, size = turns, control, False, turns.size
+        self.rounds = 0
         self.context: Any = SimpleNamespace(
             control=control,
             rank=rank,
@@ -125,6 +126,8 @@ class Rank:
     def round(self) -> bool:
         """Enter a round, if there is a reason to, and carry out or compare. Returns whether it was entered."""
         coordinator, control = self.coordinator, self.control
+        self.rounds += 1
+        assert self.rounds < 1000, "the ranks never agree"
         if not coordinator.propose():
             return False
         if coordinator.open is None:
@@ -136,6 +139,15 @@ class Rank:
             coordinator.compare()
         assert coordinator.open is None and self.context.prepared == 0
         return True
+
+    def is_idle(self) -> bool:
+        return not self.submissions.has_work()
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Enter rounds until ``done()``, waiting for other ranks where there is no reason to."""
+        while not done():
+            if not self.round():
+                self.turns.until(self.context.rank, self.coordinator.has_reason_to_propose)
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +162,7 @@ def no_tasks_and_no_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def run(size: int, seed: int, body: Callable[[Rank, Turns], Any], **settings: Any) -> list[Any]:
     turns = Turns(size, seed)
     made = groups(turns, (range(size),))
-    return turns.run(lambda rank: body(Rank(rank, size, made[rank].control, **settings), turns))
+    return turns.run(lambda rank: body(Rank(rank, turns, made[rank].control, **settings), turns))
 
 
 Step = tuple[frozenset[str], int]
@@ -197,7 +209,7 @@ def test_what_all_submit_is_carried_out_once_and_in_one_order_on_every_rank(
                 if not handle.members and random.random() < 0.5:
                     handle.entry.step = FakeTask(rank.context, handle)
             waiting = list(handles)
-            while waiting or any(not handle.done for handle in handles):
+            while waiting or not rank.is_idle():
                 rank.submit(*[waiting.pop(0) for _ in range(min(len(waiting), random.randint(0, 3)))])
                 if not rank.round() and not waiting:
                     turns.until(number, rank.coordinator.has_reason_to_propose)
@@ -209,9 +221,7 @@ def test_what_all_submit_is_carried_out_once_and_in_one_order_on_every_rank(
                     assert "shape=(5,)" in str(handle.error) and "shape=(4,)" in str(handle.error)
             log[number].append(rank.submissions.unnamed)
         rank.coordinator.begin_join(joining)
-        while not joining.done:
-            if not rank.round():
-                turns.until(number, rank.coordinator.has_reason_to_propose)
+        rank.until(lambda: joining.done)
         assert joining.result == NAMES[size - 1]  # the last one to join
         log[number].append(list(rank.context.carried_out))
         assert not rank.submissions.pending and not rank.coordinator.ledger.news
@@ -228,8 +238,7 @@ def test_a_step_that_comes_again_is_told_by_bits_and_by_one_word() -> None:
             names = "abcd" if rank.context.rank or step == 3 else "dbca"
             handles = [operation(name) for name in names]
             rank.submit(*handles)
-            while not all(handle.done for handle in handles):
-                rank.round()
+            rank.until(rank.is_idle)
             counts.append((statistics.compared, statistics.exchanged))
             assert rank.context.carried_out[-4:] == list("abcd" if step == 3 else "dbca")
         assert len(rank.coordinator._batches) == 2
@@ -277,8 +286,7 @@ def test_a_rank_that_lacks_memory_has_all_unmap_before_it_fails() -> None:
         handles, last = [operation("a"), operation("b")], operation("c")
         context.refusals = context.rank
         rank.submit(*handles)
-        while not all(handle.done for handle in handles):
-            rank.round()
+        rank.until(rank.is_idle)
         assert context.unmapped == 1 and context.carried_out == ["a", "b"]
         assert (entered[0] == OUT_OF_MEMORY) == (context.rank == 1)
         context.refusals = 2 * context.rank
@@ -308,14 +316,12 @@ def test_ranks_that_wait_for_each_other_fail_by_name_and_go_on_with_equal_number
         turns.exchange(number, None)
         rank.stuck = alone is not None
         coordinator.tell_if_stuck()
-        while statistics.compared < 2:
-            rank.round()
+        rank.until(lambda: statistics.compared == 2)
         assert coordinator.chosen == [] and (alone is None or isinstance(alone.error, MismatchError))
         rank.stuck = False
         if after is not None:
             rank.submit(after)
-        while not rank.context.carried_out:
-            rank.round()
+        rank.until(lambda: bool(rank.context.carried_out))
         return str(alone.error) if alone else "", rank.context.carried_out
 
     (first, done), (second, also_done), (_, joined) = run(3, 4, body)
@@ -335,13 +341,10 @@ def test_what_needs_every_rank_is_refused_once_one_has_joined() -> None:
         else:
             refused, carried_out = operation("rooted", root=0), operation(None)
             rank.submit(refused, carried_out)
-            while not (refused.done and carried_out.done):
-                rank.round()
+            rank.until(rank.is_idle)
             assert "the root, rank 3, has joined" in str(refused.error) and carried_out.error is None
             rank.coordinator.begin_join(joining)
-        while not joining.done:
-            if not rank.round():
-                turns.until(number, rank.coordinator.has_reason_to_propose)
+        rank.until(lambda: joining.done)
         assert rank.submissions.unnamed == 1 and rank.context.carried_out == [0]
         assert rank.context.joined and not rank.coordinator.ledger.news
         rank.coordinator.end_join()

@@ -29,13 +29,17 @@ def _ranks(file: Path) -> dict[str, tuple[int, ...]]:
     return wanted if isinstance(wanted, dict) else dict.fromkeys(IMPLEMENTATIONS, wanted)
 
 
-FILES = {file: _ranks(file) for file in sorted((ROOT / "tests" / "mpi").glob("test_*.py"))}
+WANTED = {file: _ranks(file) for file in sorted((ROOT / "tests" / "mpi").glob("test_*.py"))}
+FILES = {
+    (mpi, n): files
+    for mpi in IMPLEMENTATIONS
+    for n in DEFAULT_RANKS
+    if (files := [file for file, ranks in WANTED.items() if n in ranks.get(mpi, ())])
+}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
-@pytest.mark.parametrize("n", DEFAULT_RANKS)
-def test_under_mpirun(n: int, mpi: str) -> None:
-    files = [file for file, ranks in FILES.items() if n in ranks.get(mpi, ())]
-    result = run_ranks(n, files, mpi=mpi, timeout=540)
+@pytest.mark.parametrize(("mpi", "n"), FILES, ids=[f"{mpi}-{n}" for mpi, n in FILES])
+def test_under_mpirun(mpi: str, n: int) -> None:
+    result = run_ranks(n, FILES[mpi, n], mpi=mpi, timeout=540)
     assert all(" passed" in output for output in result.ranks), str(result)

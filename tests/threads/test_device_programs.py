@@ -1,7 +1,7 @@
 """Random programs on host and device tensors with ranks as threads on emulated GPUs; and what such programs have found,
 one by one.
 
-More of them by hand: ``python -m tests.support.random.device_programs 0 1000``.
+More of them by hand: ``python -m tests.support.random.programs 0 1000 --as devices``.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ CASES = [
     ("torch", {"torch"}, "__import__('torch').arange(3.0)", ""),
     ("tensorflow", {"tensorflow", "keras"}, "__import__('tensorflow').range(3.0)", "tensorflow"),
     ("jax", {"jax"}, "__import__('jax').numpy.arange(3.0)", ""),
-    ("keras", {"keras", "tensorflow"}, "__import__('keras').ops.arange(3.0)", "tensorflow"),
     ("keras", {"keras", "jax"}, "__import__('keras').ops.arange(3.0)", "jax"),
     ("keras", {"keras", "torch"}, "__import__('keras').ops.arange(3.0)", "torch"),
 ]

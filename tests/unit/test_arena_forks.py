@@ -154,20 +154,6 @@ def test_pieces_of_before_the_fork_end_with_their_last_array() -> None:
     )
 
 
-def test_a_single_piece_of_before_the_fork_ends_too() -> None:
-    program(
-        """
-        array = arena.empty(1000, np.uint8)
-        end(in_child(lambda: None))
-        arena.release()
-        assert arena.numbers() == {1}
-        del array
-        arena.release()
-        assert not arena.numbers()
-        """
-    )
-
-
 def test_many_forks_leave_nothing_behind() -> None:
     program(
         """

@@ -17,9 +17,8 @@ from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.device import kernels
-from collectives.device.kernel_sources import TILE_BYTES
 from collectives.device.kernels import Kernels
-from collectives.device.packing import Packing, _tables
+from collectives.device.packing import Packing
 from collectives.tensors import halves, reduction
 from tests.support.emulated import host_kernels
 from tests.support.emulated.cuda import EmulatedDevice
@@ -38,25 +37,6 @@ PAIRS = [(dtype, dtype) for dtype in DTYPES] + [
     (np.dtype(wide), half) for wide in ("float32", "float64") for half in HALVES
 ]
 FLOAT32 = np.dtype(np.float32)
-
-RESNET50 = [64 * 3 * 49, 64, 64]
-for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-    for block in range(blocks):
-        given_width = 4 * width if block else 64 if width == 64 else 2 * width
-        RESNET50 += [
-            given_width * width,
-            width,
-            width,
-            width * width * 9,
-            width,
-            width,
-            width * width * 4,
-            4 * width,
-            4 * width,
-        ]
-        if block == 0:
-            RESNET50 += [given_width * width * 4, 4 * width, 4 * width]
-RESNET50 += [2048 * 1000, 1000]
 
 
 @pytest.fixture
@@ -245,25 +225,6 @@ def test_scalings_equal_the_hosts(
     rig.close()
 
 
-@pytest.mark.parametrize("wire", HALVES, ids=dtypes.name)
-def test_every_half_and_every_tie_is_converted_as_on_the_host(wire: np.dtype[Any], device: EmulatedDevice) -> None:
-    halves = np.arange(1 << 16, dtype=np.uint16).view(wire)
-    low, high = halves.astype(np.float32), np.roll(halves, -1).astype(np.float32)
-    ties = low / 2 + high / 2
-    everything = np.concatenate(
-        [low, ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))]
-    )
-    rig = Rig(device, [everything.size], FLOAT32, wire)
-    addresses, (tensor,) = rig.tensors()
-    tensor[:] = everything
-    rig.pack(addresses)
-    rig.unpack(addresses)
-    rig.finish()
-    assert_same(rig.buffer[: everything.size], everything.astype(wire))
-    assert_same(tensor, everything.astype(wire).astype(np.float32))
-    rig.close()
-
-
 def test_addresses_are_uploaded_only_when_they_are_new(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(device, [100, 7, 5000], FLOAT32, FLOAT32)
     uploads, copy = [], device.copy
@@ -352,18 +313,6 @@ def test_close_gives_everything_back(device: EmulatedDevice, monkeypatch: pytest
         rig.close()
         rig.packing.close()
         assert held == []
-
-
-def test_blocks_have_equal_shares_of_resnet50() -> None:
-    assert len(RESNET50) == 161 and sum(RESNET50) == 25557032
-    tile = TILE_BYTES // 4
-    lengths, offsets = np.array(RESNET50), np.cumsum([0, *RESNET50[:-1]])
-    tiles, extents = _tables(lengths, offsets, tile)
-    shares = np.minimum(tile, extents[tiles[:, 0], 0] - tiles[:, 1].astype(np.int64) * tile)
-    assert shares.min() > 0 and shares.sum() == lengths.sum()
-    assert (np.bincount(tiles[:, 0], shares) == lengths).all()
-    assert (shares == tile).mean() > 0.97
-    assert len(tiles) <= lengths.sum() / tile + lengths.size
 
 
 def test_a_dtype_travels_as_itself_or_as_a_half(device: EmulatedDevice) -> None:

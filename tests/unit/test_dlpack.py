@@ -116,12 +116,6 @@ def test_a_scalar_and_an_empty_array() -> None:
         assert found.shape == array.shape and len(found.strides) == array.ndim
 
 
-def test_the_flag_of_read_only_memory_is_seen() -> None:
-    array = np.zeros(3)
-    array.flags.writeable = False
-    assert dlpack.read(array.__dlpack__(max_version=(1, 0))).read_only
-
-
 @pytest.mark.parametrize("name", ["bool", "int8", "uint8", "int64", "float16", "bfloat16", "float32", "complex64"])
 def test_torchs_capsules_say_what_the_tensor_is(name: str) -> None:
     torch = pytest.importorskip("torch")

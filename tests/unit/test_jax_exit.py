@@ -45,10 +45,9 @@ print("ended")
     ("leave", "run"),
     [
         ("", "main()"),
-        ("hvd.shutdown()", "assert main()['w'].shape == (900, 900)"),
         ("hvd.shutdown()", "jax.block_until_ready(main())"),
     ],
-    ids=["exit", "shutdown", "shutdown and read"],
+    ids=["exit", "shutdown and read"],
 )
 def test_leaving(leave: str, run: str) -> None:
     pytest.importorskip("jax")

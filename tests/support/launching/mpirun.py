@@ -1,6 +1,6 @@
 """Start real ranks from a test: bounded, every rank's output kept apart, nothing left behind.
 
-    result = run_ranks(2, Path("tests/mpi/test_smoke.py"))              # pytest --with-mpi on every rank
+    result = run_ranks(2, Path("tests/mpi/test_world.py"))              # pytest --with-mpi on every rank
     result = run_ranks(3, "import sys; sys.exit(3)", expect=3)          # a program given as text
     result = run_ranks(2, ["-m", "benchmarks.allreduce", "-e", "64K"])  # arguments for python
     result = run_command(["collectivesrun", ...], timeout=30)           # any command, bounded in the same way

@@ -1,7 +1,7 @@
 """Random programs of collectives on host and device tensors, as `tests.support.random.programs`, on emulated devices;
 oracle: NumPy.
 
-    python -m tests.support.random.device_programs 0 1000  seeds 0 to 999; stops one that hangs, with all stacks
+    python -m tests.support.random.programs 0 1000 --as devices  seeds 0 to 999
 
 What is added to a program of `tests.support.random.programs`: each tensor lies on the host or on the rank's device,
 where it is made, passed, fetched and read on streams of the rank's own choice. After a result has been ordered behind
@@ -14,17 +14,11 @@ A `Setting` says where the program runs: hosts, devices, what NCCL and CUDA IPC 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import faulthandler
 import functools
 import hashlib
 import math
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -545,58 +539,7 @@ def _laid_out(array: Array, strided: bool) -> Array:
     return wide[..., ::2]
 
 
-# ---- by hand
-
-
-def size_of(seed: int) -> int:
-    """How many ranks a seed's program has."""
-    return Random(f"size {seed}").choice((1, 2, 2, 3, 3, 4, 4, 5))
-
-
 def run_seed(seed: int) -> None:
-    size = size_of(seed)
+    """Run the program of a seed in its setting, on as many ranks as the seed says."""
+    size = Random(f"size {seed}").choice((1, 2, 2, 3, 3, 4, 4, 5))
     carry_out(draw(seed, size), draw_setting(seed, size))
-
-
-def main() -> None:
-    """Run many seeds, in processes that end when one of them hangs; report those that go wrong."""
-    flags = argparse.ArgumentParser(
-        prog="tests.support.random.device_programs", description=(__doc__ or "").partition("\n")[0]
-    )
-    flags.add_argument("first", type=int)
-    flags.add_argument("count", type=int)
-    flags.add_argument("--seconds", type=float, default=120.0, help="after which a seed counts as hanging")
-    flags.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    given = flags.parse_args()
-    if given.inside:
-        for seed in range(given.first, given.first + given.count):
-            print(seed, flush=True)
-            faulthandler.dump_traceback_later(given.seconds, exit=True)
-            run_seed(seed)
-        return
-    seed, last, failed, begun = given.first, given.first + given.count, [], time.monotonic()
-    while seed < last:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.support.random.device_programs",
-            str(seed),
-            str(last - seed),
-            "--seconds",
-            str(given.seconds),
-            "--inside",
-        ]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
-        )
-        reached = int(done.stdout.split()[-1])
-        if done.returncode:
-            failed.append(reached)
-            print(f"---- seed {reached}: exit {done.returncode}\n{done.stderr[-8000:]}", flush=True)
-        seed = reached + 1
-    print(f"{given.count} seeds in {time.monotonic() - begun:.0f} s; wrong: {failed or 'none'}")
-    sys.exit(bool(failed))
-
-
-if __name__ == "__main__":
-    main()

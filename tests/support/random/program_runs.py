@@ -4,6 +4,8 @@
     python -m tests.support.random.programs 0 1000 --as processes             forked; programs fork in their middle
     python -m tests.support.random.programs 0 1000 --as tcp                   connected by TCP; hosts of several sizes
     python -m tests.support.random.programs 0 300 --as openmpi --ranks 2,3,4  under mpirun; also mpich
+    python -m tests.support.random.programs 0 1000 --as devices               threads with emulated GPUs, whose seeds
+                                                                              also say how many
 
 Programs run in a process, or a job, that ends when one of them hangs or goes wrong, and starts again behind it. The
 last line has the number of programs, and the seeds that went wrong; the exit code is 1 if there are any. ``--within``
@@ -29,9 +31,10 @@ from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
 from tests.support.launching import processes
 from tests.support.launching.mpirun import IMPLEMENTATIONS, run_ranks
+from tests.support.random import device_programs
 from tests.support.random.programs import SETS, Menu, draw, make_sets, run
 
-WAYS = ("threads", "processes", "tcp", *IMPLEMENTATIONS)
+WAYS = ("threads", "processes", "tcp", "devices", *IMPLEMENTATIONS)
 HOSTS: dict[int, tuple[tuple[tuple[int, ...], ...], ...]] = {
     2: (((0,), (1,)),),
     3: (((0, 2), (1,)),),
@@ -125,7 +128,7 @@ def main() -> None:
     flags.add_argument("--no-forks", dest="forks", action="store_false", help="processes do not fork")
     flags.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = flags.parse_args()
-    sizes = [int(size) for size in given.ranks.split(",")]
+    sizes = [0] if given.way == "devices" else [int(size) for size in given.ranks.split(",")]
     if given.inside:
         _inside(given, sizes)
         return
@@ -137,8 +140,8 @@ def main() -> None:
             code, reached, text = _start(given, seed, last, size, until)
             done += reached + 1 - seed - bool(code)
             if code:
-                failed.append(f"{reached} of {size} ranks")
-                print(f"---- seed {reached}, {size} ranks: exit {code}\n{text[-6000:]}", flush=True)
+                failed.append(f"{reached} of {size or 'its'} ranks")
+                print(f"---- seed {reached}, {size or 'its'} ranks: exit {code}\n{text[-6000:]}", flush=True)
             seed = reached + 1
     wrong = f"{len(failed)} wrong: {', '.join(failed)}" if failed else "0 wrong"
     print(f"{done + len(failed)} programs as {given.way} in {time.monotonic() - begun:.0f} s; {wrong}")
@@ -187,9 +190,9 @@ def _inside(given: argparse.Namespace, sizes: Sequence[int]) -> None:
         if time.monotonic() > deadline:
             break
         print(f"seed {seed}", flush=True)
-        if given.way == "threads":
+        if given.way in ("threads", "devices"):
             faulthandler.dump_traceback_later(given.seconds, exit=True)
-            run_on_threads(seed, sizes[0])
+            run_on_threads(seed, sizes[0]) if given.way == "threads" else device_programs.run_seed(seed)
         else:
             # Each rank watches itself: a watchdog does not survive a fork, and may not be armed in one.
             run_on_processes([seed], sizes[0], seconds=given.seconds, forks=given.forks, tcp=given.way == "tcp")

@@ -26,7 +26,7 @@ from tests.support.scenarios.gpu_makers import EmulatedMaker
 from tests.support.scenarios.worlds import expected, sample
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("kernels")]
-RANKS = {"openmpi": (3,), "mpich": (2,)}
+RANKS = {"openmpi": (3,)}
 
 UNPACKED = [
     scenarios.every_size,

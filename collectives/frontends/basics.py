@@ -1,38 +1,9 @@
 """Names of `collectives` that every adapter exports unchanged."""
 
-from collectives import (
-    ANY_SOURCE,
-    ANY_TAG,
-    Adasum,
-    Average,
-    Compression,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Status,
-    Sum,
-    add_process_set,
-    check_consistency,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    irecv,
-    is_homogeneous,
-    is_initialized,
-    isend,
-    local_device,
-    local_rank,
-    local_size,
-    rank,
-    recv,
-    remove_process_set,
-    send,
-    sendrecv,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+# ruff: noqa: F405
+
+from collectives import is_homogeneous
+from collectives.public import *  # noqa: F403
 from collectives.worlds import capabilities
 from collectives.worlds.capabilities import *  # noqa: F403
 

@@ -78,11 +78,9 @@ def agreed_root(
     """
     world = world_of(process_set)
     number = root_in(process_set, root_rank, label)
-    try:
+    with world.refusing(label):
         root = arguments.root(number, world.size)
         prepared, described = prepare()
-    except Exception as error:
-        raise world.refused(error, label) from None
     agree(world, label, {"root_rank": f"rank {root_rank}", **described})
     return world, root, prepared
 

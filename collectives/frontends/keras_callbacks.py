@@ -146,10 +146,8 @@ def averaged(logs: dict[str, Any], process_set: ProcessSet = global_process_set)
         MismatchError: the ranks have different metrics; raised on every rank, and names the first that differs.
     """
     world, label = world_of(process_set), "MetricAverageCallback"
-    try:
+    with world.refusing(f"{label}.length"):
         own = {name: _numbers(name, value) for name, value in logs.items()}
-    except Exception as error:
-        raise world.refused(error, f"{label}.length") from None
     gathered = world.allgather_object(own, name=label)
     shapes = [{f"metric {name!r}": f"shape {value.shape}" for name, value in sorted(each.items())} for each in gathered]
     if any(each != shapes[0] for each in shapes):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -15,6 +14,7 @@ from collectives.base.reduce_op import Op
 from collectives.engine import arguments
 from collectives.jax import compat, eager, primitive, small_tensors
 from collectives.jax.collective_call import CollectiveCall
+from collectives.tensors import compression as compressors
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import world_of
 from collectives.worlds.world import World
@@ -34,15 +34,6 @@ class ProgramOptions(TypedDict, total=False):
     ordered: bool
 
 
-@contextlib.contextmanager
-def refusing(world: World, name: str | None) -> Iterator[None]:
-    """Report an error in this rank's arguments to the other ranks, and raise it with the rank in its message."""
-    try:
-        yield
-    except Exception as error:
-        raise world.refused(error, name) from None
-
-
 def begin(
     collective: str, process_set: ProcessSet | int, name: str | None, options: ProgramOptions
 ) -> tuple[World, CollectiveCall]:
@@ -55,7 +46,7 @@ def begin(
     refuse_unknown(options, ProgramOptions)
     world = world_of(process_set)
     ordered = bool(options.get("ordered", True))
-    with refusing(world, name):
+    with world.refusing(name):
         arguments.check_name(name)
         if not ordered and name is None:
             raise InvalidArgumentError(
@@ -110,6 +101,18 @@ def as_list(tensors: Any, process_set: ProcessSet, name: str | None) -> list[Any
         return list(tensors)
     error = InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(tensors).__name__}")
     raise world_of(process_set).refused(error, name)
+
+
+def compressed(compression: Any, tensors: list[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
+    """Compress for an operation without compression; returns the tensors, and the function that restores its results.
+
+    Raises:
+        InvalidTypeError: not a compressor.
+    """
+    if compression is None or compression is compressors.Compression.none:
+        return tensors, list
+    compressors.check(compression)
+    return compressors.compress_all(compression, tensors)
 
 
 def check_has_rows(collective: str, tensors: Sequence[Any]) -> None:

@@ -35,26 +35,38 @@ from collectives.base.options import spelled_out
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
 from collectives.jax import compat, eager, primitive, pytrees
-from collectives.jax import compression as compressors
 from collectives.jax.dispatch import (
     ProgramOptions,
     as_list,
     begin,
     check_has_rows,
+    compressed,
     is_staged,
     reducing,
-    refusing,
     require_eager,
     rows_of_ranks,
     run,
     run_allreduce,
 )
-from collectives.tensors.compression import Compression
+from collectives.tensors.compression import Compression, is_built_in, wire_name
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import global_process_set, root_in
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "join",
+    "reducescatter",
+]
 
 Average = Op.AVERAGE
 
@@ -103,11 +115,13 @@ def allreduce(
             a compiled program runs are raised as JAX's runtime error, with the type and text of ours.
     """
     world, call = begin("allreduce", process_set, name, options)
-    with refusing(world, name):
+    with world.refusing(name):
         call = reducing(call, arguments.operation(op, average), prescale_factor, postscale_factor)
         leaves, rebuild, grouped = pytrees.leaves(tensor)
-        wire, leaves, restore = compressors.in_engine(compression, leaves)
-    return rebuild(restore(run_allreduce(replace(call, grouped=grouped, wire=wire), leaves)))
+        in_engine = compression is None or is_built_in(compression)
+        leaves, restore = (leaves, list) if in_engine else compressed(compression, leaves)
+    call = replace(call, grouped=grouped, wire=wire_name(compression) if in_engine else None)
+    return rebuild(restore(run_allreduce(call, leaves)))
 
 
 @_spelled_out
@@ -151,12 +165,12 @@ def reducescatter(
         New arrays of this rank's rows and the same dtypes.
     """
     world, call = begin("reducescatter", process_set, name, options)
-    with refusing(world, name):
+    with world.refusing(name):
         call = reducing(call, arguments.operation(op, None), prescale_factor, postscale_factor)
         if call.op == Op.ADASUM.value:
             raise UnsupportedError("op=Adasum: reducescatter has no Adasum; allreduce has")
         leaves, rebuild, grouped = pytrees.leaves(tensor)
-        leaves, restore = compressors.around_call(compression, leaves)
+        leaves, restore = compressed(compression, leaves)
         check_has_rows("reducescatter", leaves)
     call = replace(call, grouped=grouped, rows_before=tuple(leaf.shape[0] for leaf in leaves))
     return rebuild(restore(run(call, leaves)))
@@ -205,7 +219,7 @@ def allgather(
         MismatchError: the ranks sent other rows than stated.
     """
     world, call = begin("allgather", process_set, name, options)
-    with refusing(world, name):
+    with world.refusing(name):
         leaves, rebuild, grouped = pytrees.leaves(tensor)
         check_has_rows("allgather", leaves)
         expected = None if rows is None else rows_of_ranks("rows", rows, world)
@@ -253,7 +267,7 @@ def broadcast(
     """
     world, call = begin("broadcast", process_set, name, options)
     root = root_in(process_set, root_rank, name)
-    with refusing(world, name):
+    with world.refusing(name):
         leaves, rebuild, grouped = pytrees.leaves(tensor)
         call = replace(call, grouped=grouped, root=arguments.root(root, world.size))
     return rebuild(run(call, leaves))
@@ -312,7 +326,7 @@ def alltoall(
         MismatchError: the ranks sent other rows than stated.
     """
     world, call = begin("alltoall", process_set, name, options)
-    with refusing(world, name):
+    with world.refusing(name):
         leaves, rebuild, grouped = pytrees.leaves(tensor)
         check_has_rows("alltoall", leaves)
         if splits is not None and compat.is_tracer(splits):

@@ -12,34 +12,22 @@ It supports Keras's TensorFlow, JAX and PyTorch backends, and imports no framewo
 from collectives import allgather_object, barrier, broadcast_object, init, join, shutdown
 from collectives.frontends import basics
 from collectives.frontends.basics import *  # noqa: F403
-from collectives.keras import callbacks
+from collectives.keras import callbacks, value_collectives
 from collectives.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from collectives.keras.saving import load_model
-from collectives.keras.value_collectives import (
-    allgather,
-    allreduce,
-    broadcast,
-    broadcast_global_variables,
-    broadcast_variables,
-    reducescatter,
-)
+from collectives.keras.value_collectives import *  # noqa: F403
 
 __all__ = [
     "DistributedOptimizer",
     "PartialDistributedOptimizer",
-    "allgather",
     "allgather_object",
-    "allreduce",
     "barrier",
-    "broadcast",
-    "broadcast_global_variables",
     "broadcast_object",
-    "broadcast_variables",
     "callbacks",
     "init",
     "join",
     "load_model",
-    "reducescatter",
     "shutdown",
 ]
+__all__ += value_collectives.__all__
 __all__ += basics.__all__

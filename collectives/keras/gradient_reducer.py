@@ -12,7 +12,6 @@ from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.frontends.gradient_options import GradientOptions, split
-from collectives.tensors.compression import Compression
 from collectives.worlds.runtime import world_of
 
 
@@ -141,6 +140,5 @@ class _TorchReducer(_ArrayReducer):
         options = self._options
         world = world_of(options.process_set)
         allreduce = world.grouped_allreduce_ if in_place else world.grouped_allreduce
-        compression = None if options.compression is Compression.none else options.compression
         detached = [grad.detach() for grad in grads]
-        return allreduce(detached, op=options.op, name=name, compression=compression, **self._factors)
+        return allreduce(detached, op=options.op, name=name, compression=options.compression, **self._factors)

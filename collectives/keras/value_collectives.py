@@ -16,6 +16,15 @@ from collectives.tensors.compression import Compression
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import global_process_set, world
 
+__all__ = [
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_variables",
+    "reducescatter",
+]
+
 Value = TypeVar("Value")
 """A tensor of the backend; values of other kinds are returned as one."""
 
@@ -40,7 +49,6 @@ def allreduce(
     Raises:
         InvalidArgumentError: both ``average`` and ``op``; and all that `collectives.allreduce` raises.
     """
-    compression = None if compression is Compression.none else compression
     how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "compression": compression}
     return _tensor(api.allreduce(_array(value, name), average, op=op, name=name, **how))
 

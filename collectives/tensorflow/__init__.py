@@ -20,31 +20,12 @@ from typing import TYPE_CHECKING, Any
 from collectives import init, shutdown
 from collectives.frontends import basics
 from collectives.frontends.basics import *  # noqa: F403
-from collectives.tensorflow.functions import (
-    allgather_object,
-    broadcast_,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_variables,
-)
+from collectives.tensorflow import functions, operations, rank_queries
+from collectives.tensorflow.functions import *  # noqa: F403
 from collectives.tensorflow.hooks import BroadcastGlobalVariablesHook
-from collectives.tensorflow.operations import (
-    allgather,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    check_num_rank_power_of_2,
-    gpu_available,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    join,
-    reducescatter,
-)
+from collectives.tensorflow.operations import *  # noqa: F403
 from collectives.tensorflow.optimizer import DistributedOptimizer
-from collectives.tensorflow.rank_queries import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
+from collectives.tensorflow.rank_queries import *  # noqa: F403
 from collectives.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 if TYPE_CHECKING:
@@ -56,32 +37,12 @@ __all__ = [
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_variables",
-    "check_num_rank_power_of_2",
-    "gpu_available",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
     "init",
-    "join",
-    "local_rank_op",
-    "local_size_op",
-    "process_set_included_op",
-    "rank_op",
-    "reducescatter",
     "shutdown",
-    "size_op",
 ]
+__all__ += functions.__all__
+__all__ += operations.__all__
+__all__ += rank_queries.__all__
 __all__ += basics.__all__
 
 

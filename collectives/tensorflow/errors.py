@@ -5,7 +5,7 @@
     InvalidArgumentError, InvalidTypeError        InvalidArgumentError
     RankFailedError and every other kind          UnknownError
 
-The codes are Horovod's. An eager call raises a class below, which has both bases. A graph that TensorFlow runs raises
+The codes are Horovod's. An eager call raises a class that has both bases. A graph that TensorFlow runs raises
 TensorFlow's alone, with our message; `status` provides the code.
 """
 
@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class _TensorFlowError(CollectivesError):
     """Our error with the attributes of a ``tf.errors.OpError``; must precede it among the bases."""
 
-    code = tf.errors.UNKNOWN
+    code: int
     node_def = op = None
     __str__ = Exception.__str__
     __reduce__ = Exception.__reduce__  # TensorFlow's constructor takes three arguments
@@ -46,65 +46,34 @@ class _TensorFlowError(CollectivesError):
         return {}
 
 
-class InvalidArgumentError(_TensorFlowError, errors.InvalidArgumentError, tf.errors.InvalidArgumentError):
-    code = tf.errors.INVALID_ARGUMENT
-
-
-class InvalidTypeError(_TensorFlowError, errors.InvalidTypeError, tf.errors.InvalidArgumentError):
-    code = tf.errors.INVALID_ARGUMENT
-
-
-class InvalidSplitsError(_TensorFlowError, errors.InvalidSplitsError, tf.errors.InvalidArgumentError):
-    code = tf.errors.INVALID_ARGUMENT
-
-
-class UnsupportedError(_TensorFlowError, errors.UnsupportedError, NotImplementedError, tf.errors.InvalidArgumentError):
-    """An operation that this kind of tensor does not support."""
-
-    code = tf.errors.INVALID_ARGUMENT
-
-
-class NotInitializedError(_TensorFlowError, errors.NotInitializedError, tf.errors.FailedPreconditionError):
-    code = tf.errors.FAILED_PRECONDITION
-
-
-class OperationError(_TensorFlowError, errors.OperationError, tf.errors.UnknownError):
-    pass
-
-
-class MismatchError(_TensorFlowError, errors.MismatchError, tf.errors.FailedPreconditionError):
-    code = tf.errors.FAILED_PRECONDITION
-
-
-class RankFailedError(_TensorFlowError, errors.RankFailedError, tf.errors.UnknownError):
-    pass
-
-
-class CollectiveTimeoutError(_TensorFlowError, errors.CollectiveTimeoutError, tf.errors.UnknownError):
-    pass
-
-
-class TransportError(_TensorFlowError, errors.TransportError, tf.errors.UnknownError):
-    pass
-
-
-class OutOfMemoryError(_TensorFlowError, errors.OutOfMemoryError, tf.errors.UnknownError):
-    pass
-
-
-_CLASSES: dict[type, type[_TensorFlowError]] = {
-    errors.InvalidArgumentError: InvalidArgumentError,
-    errors.InvalidTypeError: InvalidTypeError,
-    errors.InvalidSplitsError: InvalidSplitsError,
-    errors.UnsupportedError: UnsupportedError,
-    errors.NotInitializedError: NotInitializedError,
-    errors.OperationError: OperationError,
-    errors.MismatchError: MismatchError,
-    errors.RankFailedError: RankFailedError,
-    errors.CollectiveTimeoutError: CollectiveTimeoutError,
-    errors.TransportError: TransportError,
-    errors.OutOfMemoryError: OutOfMemoryError,
+_CODES = {
+    tf.errors.InvalidArgumentError: tf.errors.INVALID_ARGUMENT,
+    tf.errors.FailedPreconditionError: tf.errors.FAILED_PRECONDITION,
+    tf.errors.UnknownError: tf.errors.UNKNOWN,
 }
+_BASES: dict[type, tuple[type, ...]] = {
+    errors.InvalidArgumentError: (tf.errors.InvalidArgumentError,),
+    errors.InvalidTypeError: (tf.errors.InvalidArgumentError,),
+    errors.InvalidSplitsError: (tf.errors.InvalidArgumentError,),
+    errors.UnsupportedError: (NotImplementedError, tf.errors.InvalidArgumentError),
+    errors.NotInitializedError: (tf.errors.FailedPreconditionError,),
+    errors.OperationError: (tf.errors.UnknownError,),
+    errors.MismatchError: (tf.errors.FailedPreconditionError,),
+    errors.RankFailedError: (tf.errors.UnknownError,),
+    errors.CollectiveTimeoutError: (tf.errors.UnknownError,),
+    errors.TransportError: (tf.errors.UnknownError,),
+    errors.OutOfMemoryError: (tf.errors.UnknownError,),
+}
+"""By class of ours, the further bases of the class that is both."""
+
+
+def _combined(ours: type, bases: tuple[type, ...]) -> Any:
+    members = {"code": _CODES[bases[-1]], "__module__": __name__, "__doc__": ours.__doc__}
+    return type(ours.__name__, (_TensorFlowError, ours, *bases), members)
+
+
+_CLASSES = {ours: _combined(ours, bases) for ours, bases in _BASES.items()}
+globals().update({each.__name__: each for each in _CLASSES.values()})  # where pickle looks for them
 
 
 def as_tensorflow(error: CollectivesError) -> CollectivesError:

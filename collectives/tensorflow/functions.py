@@ -18,6 +18,15 @@ from collectives.tensors import detection
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import global_process_set, root_in, world_of
 
+__all__ = [
+    "allgather_object",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+]
+
 Object = TypeVar("Object")
 
 # ---- variables

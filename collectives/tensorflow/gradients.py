@@ -64,14 +64,12 @@ class GradientReduction:
         ]
         if not self.process_set.included():
             return gradients
-        try:
+        with world_of(self.process_set).refusing(options.name):
             kinds = [_kind(grad) for grad in gradients]
             if len(gradients) != len(variables):
                 raise InvalidArgumentError(
                     f"grads: expected as many as variables, {len(variables)}, got {len(gradients)}"
                 )
-        except (InvalidArgumentError, InvalidTypeError) as error:
-            raise world_of(self.process_set).refused(error, options.name) from None
         positions = list(range(len(gradients)))
         if local:
             positions = [at for at in positions if variable_key(variables[at]) not in local]

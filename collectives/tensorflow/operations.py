@@ -28,9 +28,24 @@ from collectives.tensorflow import autograd, conversion, graph, sparse
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensors import compression as compressors
-from collectives.tensors.compression import BUILT_IN, Compression
+from collectives.tensors.compression import Compression
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import global_process_set
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "check_num_rank_power_of_2",
+    "gpu_available",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "join",
+    "reducescatter",
+]
 
 Tensor = TypeVar("Tensor")
 
@@ -368,10 +383,9 @@ def _compressed(call: GraphCall, compression: Any, tensors: list[Any]) -> list[A
     """Run a reduction on compressed tensors, and decompress the results; gradients pass through both."""
     if compression is None or compression is Compression.none:
         return autograd.run(call, tensors)
-    if call.collective == "allreduce" and any(compression is built_in for built_in in BUILT_IN):
+    if call.collective == "allreduce" and compressors.is_built_in(compression):
         return autograd.run(replace(call, compression=compression), tensors)
     with conversion.refusing(call.name, call.process_set):
         compressors.check(compression)
-        packed = [compression.compress(tensor) for tensor in tensors]
-    results = autograd.run(call, [tensor for tensor, _ in packed])
-    return [compression.decompress(result, context) for result, (_, context) in zip(results, packed, strict=True)]
+        compressed, restore = compressors.compress_all(compression, tensors)
+    return restore(autograd.run(call, compressed))

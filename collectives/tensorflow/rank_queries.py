@@ -14,6 +14,14 @@ from collectives.tensorflow.autograph import unconverted
 from collectives.worlds import runtime
 from collectives.worlds.process_sets import ProcessSet
 
+__all__ = [
+    "local_rank_op",
+    "local_size_op",
+    "process_set_included_op",
+    "rank_op",
+    "size_op",
+]
+
 _NOT_INITIALIZED, _UNKNOWN_SET = -1, -3
 """Horovod's codes."""
 

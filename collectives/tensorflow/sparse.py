@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from collectives.base.errors import UnsupportedError
 from collectives.base.reduce_op import Op
 from collectives.tensorflow import autograd, graph_call
 from collectives.tensorflow.arithmetic import scaled
-from collectives.tensorflow.errors import UnsupportedError
 from collectives.tensorflow.graph_call import GraphCall
 
 

@@ -13,35 +13,19 @@ differentiable operation, so gradients of all orders are those of the whole batc
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError
+from collectives.frontends.layer_numbers import NumberedLayers
 from collectives.tensorflow import autograd
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensorflow.keras_version import LEGACY
 from collectives.worlds.runtime import global_process_set, world_of
-from collectives.worlds.world import World
 
-
-class _LayerNumbers:
-    """Numbers a world's layers in the order of their first use, so that the operations of each have their own name."""
-
-    def __init__(self) -> None:
-        self._next = 0  # not len(_known): ranks collect dropped layers at different times
-        self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-    def of(self, layer: Any) -> int:
-        if layer not in self._known:
-            self._known[layer] = self._next
-            self._next += 1
-        return self._known[layer]
-
-
-_numbers: weakref.WeakKeyDictionary[World, _LayerNumbers] = weakref.WeakKeyDictionary()
+_numbers = NumberedLayers(int)
 
 
 @tf.keras.utils.register_keras_serializable(package="collectives")
@@ -95,7 +79,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)
         channel = self._channel_axis(len(x.shape))
         near, row = _statistics(x, mask, channel)
-        gathering = GraphCall("allgather", self._label(world), self._process_set, exact=True)
+        label = f"sync_batch_normalization.{_numbers.of(world, self)}"
+        gathering = GraphCall("allgather", label, self._process_set, exact=True)
         (rows,) = autograd.run(gathering, [row[tf.newaxis]])
         mean, variance, count = _merge(rows)
         self._move(mean, variance, count)
@@ -120,9 +105,6 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
     def _channel_axis(self, dims: int) -> int:
         axis = self.axis[0] if isinstance(self.axis, (list, tuple)) else self.axis
         return int(axis) % dims
-
-    def _label(self, world: World) -> str:
-        return f"sync_batch_normalization.{_numbers.setdefault(world, _LayerNumbers()).of(self)}"
 
     def _move(self, mean: Any, variance: Any, count: Any) -> None:
         """Update the running statistics, unless the batches of all ranks are empty."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,9 +105,33 @@ BUILT_IN = (NoneCompressor, FP16Compressor, BF16Compressor)
 """Compressors defined by ``wire`` alone. Subclasses are not among them, because their ``compress`` may do more."""
 
 
+def is_built_in(compression: Any) -> bool:
+    """Whether a compressor is one of `BUILT_IN`."""
+    return any(compression is built_in for built_in in BUILT_IN)
+
+
+def wire_name(compression: Any) -> str | None:
+    """The name of the dtype in which a built-in compressor sends tensors; None: their own."""
+    return getattr(compression, "half", None)
+
+
 def named(wire: str | None) -> type[Compressor] | None:
-    """The built-in compressor that sends tensors as ``wire``; None: no compression."""
+    """The built-in compressor of a `wire_name`; None: no compression."""
     return next((kind for kind in (FP16Compressor, BF16Compressor) if kind.half == wire), None)
+
+
+def compress_all(compression: Any, tensors: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Compress tensors by a compressor's methods.
+
+    Returns:
+        The compressed tensors, and the function that decompresses the results of an operation on them.
+    """
+    pairs = [compression.compress(tensor) for tensor in tensors]
+
+    def restore(results: Sequence[Any]) -> list[Any]:
+        return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
+
+    return [compressed for compressed, _ in pairs], restore
 
 
 def check(compression: Any) -> None:
@@ -116,7 +141,7 @@ def check(compression: Any) -> None:
         InvalidTypeError: ``compress`` or ``decompress`` is missing, or cannot be called with (tensor) and (tensor,
             context) respectively.
     """
-    if any(compression is built_in for built_in in BUILT_IN):
+    if is_built_in(compression):
         return
     expected = (
         f"compression: expected "

@@ -15,39 +15,13 @@ Tensors may be on the CPU or on GPUs, in any dtype that the engine knows, bfloat
 from collectives import empty_cache, init, is_mapped, shutdown
 from collectives.frontends import basics
 from collectives.frontends.basics import *  # noqa: F403
-from collectives.torch import ddp
+from collectives.torch import ddp, operations, reductions
 from collectives.torch.handles import poll, synchronize
 from collectives.torch.memory import empty, empty_like, zeros
-from collectives.torch.operations import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    join,
-)
+from collectives.torch.operations import *  # noqa: F403
 from collectives.torch.optimizer import DistributedOptimizer
 from collectives.torch.optimizer_state import broadcast_optimizer_state
-from collectives.torch.reductions import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
+from collectives.torch.reductions import *  # noqa: F403
 from collectives.torch.sparse import sparse_allreduce_async
 from collectives.torch.state import allgather_object, broadcast_object, broadcast_parameters
 from collectives.torch.sync_batch_norm import SyncBatchNorm
@@ -55,20 +29,7 @@ from collectives.torch.sync_batch_norm import SyncBatchNorm
 __all__ = [
     "DistributedOptimizer",
     "SyncBatchNorm",
-    "allgather",
-    "allgather_async",
     "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
@@ -76,23 +37,14 @@ __all__ = [
     "empty",
     "empty_cache",
     "empty_like",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
     "init",
     "is_mapped",
-    "join",
     "poll",
-    "reducescatter",
-    "reducescatter_async",
     "shutdown",
     "sparse_allreduce_async",
     "synchronize",
     "zeros",
 ]
+__all__ += operations.__all__
+__all__ += reductions.__all__
 __all__ += basics.__all__

@@ -367,11 +367,9 @@ def _transformed(collective: str, call: DifferentiableCall, tensors: Sequence[An
 def _received(call: DifferentiableCall, tensor: Any, splits: Any) -> list[int]:
     """The rows that each rank sends here, which a transform cannot return: of an exchange of their own."""
     world, name = call.world, call._derived(".splits")
-    try:
+    with world.refusing(name):
         arguments.with_rows(tensor, "alltoall")
         counts = arguments.splits(splits, tensor.shape[0], world.size)
-    except Exception as error:
-        raise world.refused(error, name) from None
     received: Any = world.alltoall(np.array(counts, np.int64), name=name)
     return received.tolist()
 

@@ -20,28 +20,25 @@ that another rank has, and a gradient that is sparse somewhere and dense nowhere
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from collectives.base.errors import InvalidArgumentError, MismatchError
+from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.torch.buckets import GradientBucket, GradientSlot, SparseBucket, ViewedBucket, arrange
+from collectives.torch import gradient_agreement
+from collectives.torch.buckets import GradientBucket, SparseBucket, ViewedBucket, arrange
 from collectives.torch.compiled import untraced
+from collectives.torch.gradient_slot import DENSE, GradientSlot
 from collectives.torch.guard import Guard, grad_of, graph_task, in_backward_elsewhere
 from collectives.torch.holding_back import holds_back
 from collectives.torch.tally import Tally
 from collectives.worlds.runtime import world_of
 from collectives.worlds.world import World
-
-_DENSE = 255
-"""Code of a dense gradient where the ranks compare; a sparse one's is its number of sparse dimensions, 0 is none."""
 
 
 class BackwardReducer:
@@ -215,7 +212,7 @@ class BackwardReducer:
         sparse = [slot for slot, grad in dense_so_far if grad is not None and grad.is_sparse]
         if self._options.sparse_as_dense:
             for slot in sparse:
-                self._densify(slot)
+                slot.densify()
             return True
         return not sparse
 
@@ -237,12 +234,6 @@ class BackwardReducer:
                     f"op={self._options.op.name} it would combine them again; read them after the last backward pass, "
                     f"and raise backward_passes_per_step to accumulate locally"
                 )
-
-    @staticmethod
-    def _densify(slot: GradientSlot) -> None:
-        grad = grad_of(slot.param)
-        slot.was_sparse = grad.sparse_dim()
-        slot.param.grad = grad.to_dense()
 
     # ---- step
 
@@ -310,7 +301,9 @@ class BackwardReducer:
             )
             first = _first_error([lambda: self._count(reads, applies and not self.begun)], first)
             if not self._tally.same_layouts:
-                first = _first_error([self._disagree], first)
+                first = _first_error(
+                    [lambda: gradient_agreement.disagree(self._world, self._options.name, self._buckets)], first
+                )
             else:
                 first = _first_error([bucket.submit for bucket in self._buckets if bucket.gathered], first)
                 if first is not None or not self._tally.all_submitted:
@@ -377,63 +370,25 @@ class BackwardReducer:
         layout = sum(bucket.fingerprint for bucket in self._buckets)
         self._tally.sum(self._world, f"{self._options.name}gradients missing", missing, reads, idle, layout)
 
-    def _disagree(self) -> None:
-        """Name the first gradient that the ranks' buckets do not have alike.
-
-        Raises:
-            MismatchError: always.
-        """
-        world, prefix = self._world, self._options.name
-        lines = [line for bucket in self._buckets for line in bucket.describe()]
-        in_flight = {bucket.name for bucket in self._buckets if bucket.handle is not None}
-        layouts = world.allgather_object((lines, in_flight), name=f"{prefix}layouts")
-        rank, here, there = next(
-            (rank, here, there)
-            for rank, (others, _) in zip(world.ranks, layouts, strict=True)
-            for here, there in itertools.zip_longest(lines, others, fillvalue="no further gradients")
-            if here != there
-        )
-        submitted: set[str] = set().union(*(names for _, names in layouts))
-        with world.composed(prefix + name for name in sorted(submitted - in_flight)):  # ranks need not wait for these
-            raise MismatchError(
-                f"rank {self._rank}: expected the same gradients on every rank: rank {self._rank} has {here}; rank "
-                f"{rank} has {there}; change, add and unfreeze parameters between the same steps on every rank"
-            )
-
     def _compare(self) -> None:
         """Agree on which gradients exist and which are sparse, and submit the remaining buckets."""
-        kinds = np.array([_kind(slot) for slot in self._slots], np.uint8)
-        self._world.allreduce_(kinds, op=Op.MAX, name=f"{self._options.name}gradients used")
-        for slot, kind in zip(self._slots, kinds.tolist(), strict=True):
-            slot.kind = kind
+        gradient_agreement.agree_on_kinds(self._world, self._options.name, self._slots)
+        for slot in self._slots:
             if slot.sparse_dim:
                 continue
-            if 0 < kind < _DENSE and not self._options.sparse_as_dense:
-                self._make_room(slot, kind)
+            if 0 < slot.kind < DENSE and not self._options.sparse_as_dense:
+                self._make_room(slot)
             elif slot.param.grad is not None and slot.param.grad.is_sparse:
-                self._densify(slot)
+                slot.densify()
         remaining = [
             bucket for bucket in self._buckets if not bucket.in_flight and any(slot.kind for slot in bucket.slots)
         ]
-        _run_all([*(bucket.submit for bucket in remaining), self._refuse_swapped])
+        refuse_swapped = functools.partial(gradient_agreement.refuse_swapped, self._slots)
+        _run_all([*(bucket.submit for bucket in remaining), refuse_swapped])
 
-    def _refuse_swapped(self) -> None:
-        """Refuse gradients that the program might have read before they were combined, since no hook was called.
-
-        Raises:
-            InvalidArgumentError: torch has swapped a parameter's tensor for another one.
-        """
-        for slot in self._slots:
-            if slot.param._cdata != slot.hooked:
-                raise InvalidArgumentError(
-                    f"gradient of {slot.name!r}: expected the parameter to keep its tensor, to which the hook belongs, "
-                    f"but torch has swapped it (torch.__future__.set_swap_module_params_on_conversion); make the "
-                    f"DistributedOptimizer after the model is converted or loaded"
-                )
-
-    def _make_room(self, slot: GradientSlot, sparse_dim: int) -> None:
+    def _make_room(self, slot: GradientSlot) -> None:
         """Give a gradient that turned out to be sparse a bucket of its own."""
-        slot.sparse_dim = sparse_dim
+        slot.sparse_dim = slot.kind
         old = slot.bucket
         assert old is not None
         rest = [other for other in old.slots if other is not slot]
@@ -448,12 +403,12 @@ class BackwardReducer:
         for slot in self._slots:
             if slot.kind == 0:
                 slot.param.grad = None
-            elif self._options.sparse_as_dense and (dims := slot.was_sparse or slot.kind % _DENSE):
+            elif self._options.sparse_as_dense and (dims := slot.was_sparse or slot.kind % DENSE):
                 slot.param.grad = slot.param.grad.to_sparse(dims)
 
     def _reset(self) -> None:
         for slot in (*self._slots, *self._frozen):
-            slot.left, slot.was_sparse, slot.kind = self._passes, 0, _DENSE
+            slot.left, slot.was_sparse, slot.kind = self._passes, 0, DENSE
         for bucket in self._buckets:
             bucket.pending = len(bucket.slots)
         self.begun = False
@@ -492,14 +447,6 @@ def _remove(hooks: list[Any], guard: Guard) -> None:
     guard.disarm()
     for hook in hooks:
         hook.remove()
-
-
-def _kind(slot: GradientSlot) -> int:
-    """The code of this rank's gradient where the ranks compare; see `_DENSE`."""
-    if slot.empty:
-        return 0
-    grad = slot.param.grad
-    return int(grad.sparse_dim()) if grad.is_sparse else slot.sparse_dim or slot.was_sparse or _DENSE
 
 
 def _first_error(functions: Sequence[Callable[[], Any]], first: Exception | None = None) -> Exception | None:

@@ -29,9 +29,10 @@ import torch
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.tensors.compression import BUILT_IN, Compression
+from collectives.tensors.compression import Compression, is_built_in
 from collectives.torch import memory
 from collectives.torch.gradient_memory import GradientPlace
+from collectives.torch.gradient_slot import GradientSlot
 from collectives.torch.guard import grad_of
 from collectives.torch.sparse import sparse_allreduce_async
 from collectives.worlds.runtime import world_of
@@ -49,78 +50,6 @@ invalidates cached plans."""
 
 Layout = list[tuple[torch.dtype, torch.Size, torch.device]]
 """Of several gradients."""
-
-
-class GradientSlot:
-    """A parameter's place in a bucket.
-
-    Attributes:
-        bucket: None for a parameter that was frozen until now.
-        left: backward passes, of ``passes``, until its gradient may be submitted.
-        deferred: whether its bucket is.
-        hook: the number of its hook.
-        hooked: the address of the tensor that has the hook, in torch's C++; the parameter may get another one.
-        place: memory of the arena that its gradients are moved to; None if they stay where autograd has put them.
-        blank: the zeros of its bucket that the parameter has got as its gradient, for autograd to add to; None once the
-            bucket has taken the gradient. While they are zeros, the gradient counts as missing.
-        sparse_dim: the agreed number of sparse dimensions; 0 of a dense gradient, or while none has been seen.
-        was_sparse: the number of sparse dimensions of a gradient that was made dense to be combined, else 0.
-        kind: the ranks' gradient in this step: 0 for none, else its number of sparse dimensions, or 255 for dense.
-    """
-
-    __slots__ = (
-        "blank",
-        "bucket",
-        "deferred",
-        "hook",
-        "hooked",
-        "kind",
-        "left",
-        "name",
-        "param",
-        "passes",
-        "place",
-        "sparse_dim",
-        "was_sparse",
-    )
-
-    def __init__(self, name: str, param: Any, passes: int) -> None:
-        self.name = name
-        self.param = param
-        self.hooked = param._cdata
-        self.passes = self.left = passes
-        self.bucket: GradientBucket | None = None
-        self.hook: int
-        self.place: GradientPlace | None = None
-        self.blank: Any = None
-        self.deferred = False
-        self.sparse_dim = self.was_sparse = 0
-        self.kind = 255
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.param.numel() * self.dtype.itemsize)
-
-    @property
-    def dtype(self) -> Any:
-        """Of the gradient that autograd would make now."""
-        return getattr(self.param, "grad_dtype", None) or self.param.dtype
-
-    def is_last_hook(self) -> bool:
-        """Whether no hook of the program follows ours."""
-        return bool(next(reversed(self.param._post_accumulate_grad_hooks)) == self.hook)
-
-    def put_hook_last(self) -> None:
-        """Have the program's hooks run before the gradient is submitted."""
-        if not self.is_last_hook():
-            hooks = self.param._post_accumulate_grad_hooks
-            hooks[self.hook] = hooks.pop(self.hook)
-
-    @property
-    def empty(self) -> bool:
-        """Whether this rank has no gradient."""
-        grad = grad_of(self.param)
-        return grad is None or (grad is self.blank and self.left == self.passes and not grad.any())
 
 
 class GradientBucket:
@@ -463,7 +392,7 @@ def arrange(
 
 def _bucket_type(slot: GradientSlot, options: GradientOptions, as_views: bool) -> type[GradientBucket]:
     # A compressor of the user's sees each gradient by itself.
-    if not any(options.compression is built_in for built_in in BUILT_IN):
+    if not is_built_in(options.compression):
         return GroupedBucket
     if as_views:
         return ViewedBucket

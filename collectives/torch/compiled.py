@@ -40,7 +40,7 @@ import torch
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
 from collectives.frontends import adjoints
-from collectives.tensors.compression import BUILT_IN, BF16Compressor, FP16Compressor, NoneCompressor
+from collectives.tensors.compression import compress_all, is_built_in, wire_name
 from collectives.torch import operators
 from collectives.torch.arguments import Choices
 from collectives.torch.autograd import refuse_transforms_in_graph
@@ -52,13 +52,6 @@ Returned = TypeVar("Returned")
 
 _HELD = ("algorithm", "transport")
 _NONE: Choices = {}
-
-_WIRES: dict[Any, str | None] = {
-    None: None,
-    NoneCompressor: None,
-    FP16Compressor: "float16",
-    BF16Compressor: "bfloat16",
-}
 
 
 def allreduce(
@@ -84,10 +77,10 @@ def allreduce(
         A new contiguous tensor.
     """
     how, where = (op.value, name, prescale, postscale), _where(process_set, choices)
-    if _is_built_in(compressor):
-        return torch.ops.collectives.allreduce(tensor, *how, _WIRES[compressor], *where)
-    compressed, context = compressor.compress(tensor)
-    return compressor.decompress(torch.ops.collectives.allreduce(compressed, *how, None, *where), context)
+    if compressor is None or is_built_in(compressor):
+        return torch.ops.collectives.allreduce(tensor, *how, wire_name(compressor), *where)
+    (compressed,), restore = compress_all(compressor, [tensor])
+    return restore([torch.ops.collectives.allreduce(compressed, *how, None, *where)])[0]
 
 
 def grouped_allreduce(
@@ -102,11 +95,10 @@ def grouped_allreduce(
 ) -> list[Any]:
     """`collectives.torch.grouped_allreduce` in a graph, as one node; arguments as for `allreduce`."""
     how, where = (op.value, name, prescale, postscale), _where(process_set, choices)
-    if _is_built_in(compressor):
-        return list(torch.ops.collectives.grouped_allreduce(list(tensors), *how, _WIRES[compressor], *where))
-    pairs = [compressor.compress(tensor) for tensor in tensors]
-    reduced = torch.ops.collectives.grouped_allreduce([compressed for compressed, _ in pairs], *how, None, *where)
-    return [compressor.decompress(result, context) for result, (_, context) in zip(reduced, pairs, strict=True)]
+    if compressor is None or is_built_in(compressor):
+        return list(torch.ops.collectives.grouped_allreduce(list(tensors), *how, wire_name(compressor), *where))
+    compressed, restore = compress_all(compressor, tensors)
+    return restore(torch.ops.collectives.grouped_allreduce(compressed, *how, None, *where))
 
 
 def reducescatter(
@@ -181,10 +173,6 @@ def untraced(function: Callable[Arguments, Returned]) -> Callable[Arguments, Ret
         return function(*arguments, **keywords)
 
     return call
-
-
-def _is_built_in(compressor: Any) -> bool:
-    return compressor is None or any(compressor is built_in for built_in in BUILT_IN)
 
 
 def _where(process_set: ProcessSet | int, choices: Choices) -> tuple[int, str | None, str | None]:

@@ -86,7 +86,7 @@ def allreduce_hook(state: AllreduceState | None, bucket: Any) -> Any:
         name=f"{state.name}.bucket.{bucket.index()}",
         prescale_factor=state.prescale_factor,
         postscale_factor=state.postscale_factor,
-        compression=None if state.compression is Compression.none else state.compression,
+        compression=state.compression,
     )
     done: torch.futures.Future[None] = torch.futures.Future(devices=[gradients.device] if gradients.is_cuda else None)
     # Fetched in a continuation, for which torch sets a stream aside: the stream of backward does not wait for the

@@ -26,6 +26,21 @@ from collectives.worlds.runtime import global_process_set, root_in, world_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "join",
+]
+
 # ---- all-gather
 
 

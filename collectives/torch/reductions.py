@@ -29,6 +29,21 @@ from collectives.worlds.world import World
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "reducescatter",
+    "reducescatter_async",
+]
+
 Average = Op.AVERAGE
 
 # ---- all-reduce
@@ -272,9 +287,8 @@ def reducescatter(
     """
     if is_compiling():
         how = operation(world_of(process_set), None, op, name), name, prescale_factor, postscale_factor
-        packed, context = (compression or Compression.none).compress(tensor)
-        result = compiled.reducescatter(packed, *how, process_set, choices)
-        return (compression or Compression.none).decompress(result, context)
+        (compressed,), restore = compressors.compress_all(compression or Compression.none, [tensor])
+        return restore([compiled.reducescatter(compressed, *how, process_set, choices)])[0]
     options = world_options(choices, name, Average if op is None else op, prescale_factor, postscale_factor)
     run = autograd.reducescatter if tracks(tensor) else _reducescatter
     return _compressed(_call(world_of(process_set), False, options), compression, [tensor], run)[0]
@@ -362,13 +376,10 @@ def _compressed(
     """Apply ``run`` to the compressed tensors, and decompress the results; autograd sees what the compressor does."""
     if compression is None or compression is Compression.none:
         return run(call, tensors)
-    try:
+    with call.world.refusing(call.name):
         compressors.check(compression)
-        packed = [compression.compress(tensor) for tensor in tensors]
-    except Exception as error:
-        raise call.world.refused(error, call.name) from None
-    results = run(call, [tensor for tensor, _ in packed])
-    return [compression.decompress(result, context) for result, (_, context) in zip(results, packed, strict=True)]
+        compressed, restore = compressors.compress_all(compression, tensors)
+    return restore(run(call, compressed))
 
 
 def _reducescatter(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:

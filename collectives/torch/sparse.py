@@ -42,7 +42,7 @@ def sparse_allreduce_async(
             handle: the ranks' tensors do not go together.
     """
     world = world_of(process_set)
-    try:
+    with world.refusing(name):
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
             got = f"layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise InvalidTypeError(f"tensor: expected a sparse COO tensor, got {got}; allreduce_async takes dense ones")
@@ -59,8 +59,6 @@ def sparse_allreduce_async(
         exact = values.is_floating_point() or values.is_complex()
         if op is Op.AVERAGE and exact:
             values = values / world.size
-    except Exception as error:
-        raise world.refused(error, name) from None
 
     def build(gathered: list[Any]) -> Any:
         result = torch.sparse_coo_tensor(gathered[0].t().to(torch.int64), gathered[1], shape, check_invariants=False)

@@ -7,7 +7,6 @@ The forward pass gathers every rank's mean, deviation and count, and the backwar
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
+from collectives.frontends.layer_numbers import NumberedLayers
 from collectives.torch import compiled
 from collectives.torch.batch_norm import Cpu, Gpu, channels, dense, traced_statistics
 from collectives.worlds.process_sets import ProcessSet
@@ -66,11 +66,9 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         if torch.compiler.is_compiling():
             return self._traced(input, world)
-        label = _label(world, self)
-        try:
+        label = _labels.of(world, self)
+        with world.refusing(f"{label.name}.forward"):
             self._check_input_dim(input)
-        except InvalidArgumentError as error:
-            raise world.refused(error, f"{label.name}.forward") from None
         momentum = self.momentum
         if self.track_running_stats:
             tracked: Any = self.num_batches_tracked
@@ -170,11 +168,10 @@ def _counterpart(kind: type[SyncBatchNorm], module: Any, process_set: ProcessSet
 
 
 class _Label:
-    """What the operations of one layer are called.
+    """Names the operations of one layer, by its number and, in backward, by that of its use in a step.
 
-    Layers are numbered in the order in which they are first used, and the uses of one layer in a step in theirs. A pass
-    of one layer or use never meets that of another: ranks that go another way get an error, not wrong numbers. Uses are
-    counted anew in each step, so that names recur and the engine knows them.
+    A pass of one layer or use is never matched with that of another: ranks that take another path get an error, not
+    wrong numbers. Uses are counted anew in each step, so that names recur and the engine has them cached.
     """
 
     def __init__(self, number: int) -> None:
@@ -182,38 +179,16 @@ class _Label:
         self._uses = 0
 
     def use(self) -> str:
-        """The name of a backward pass that is going to come."""
+        """The name of the backward pass of a use."""
         self._uses += 1
         return f"{self.name}.backward.{self._uses - 1}"
 
     def step(self) -> None:
-        """A backward pass has come: uses from here on belong to the next step."""
+        """Note a backward pass: later uses belong to the next step."""
         self._uses = 0
 
 
-class _Labels:
-    """Of the layers that ranks use together. Layers do not keep them, because their copies are other layers."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._known: weakref.WeakKeyDictionary[SyncBatchNorm, _Label] = weakref.WeakKeyDictionary()
-
-    def of(self, layer: SyncBatchNorm) -> _Label:
-        label = self._known.get(layer)
-        if label is None:
-            label = self._known[layer] = _Label(self._count)
-            self._count += 1
-        return label
-
-
-_labels: weakref.WeakKeyDictionary[World, _Labels] = weakref.WeakKeyDictionary()
-
-
-def _label(world: World, layer: SyncBatchNorm) -> _Label:
-    labels = _labels.get(world)
-    if labels is None:
-        labels = _labels[world] = _Labels()
-    return labels.of(layer)
+_labels = NumberedLayers(_Label)
 
 
 # ---- the function

@@ -65,7 +65,7 @@ class Operations:
         )
         self._pool = pool
         refusals = Refusals(ranks[rank], self.size == 1, engine, handles)
-        self.check_state, self.refused = refusals.check_state, refusals.refused
+        self.check_state, self.refused, self.refusing = refusals.check_state, refusals.refused, refusals.refusing
         self.ahead_of, self.composed = refusals.ahead_of, refusals.composed
         self.begin, self.carry_out = self._begin, self._wait
 

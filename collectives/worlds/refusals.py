@@ -42,6 +42,14 @@ class Refusals:
         return error
 
     @contextlib.contextmanager
+    def refusing(self, name: Any) -> Iterator[None]:
+        """Tell the other ranks, as `refused` does, of an argument of the call ``name`` that is refused within."""
+        try:
+            yield
+        except Exception as error:
+            raise self.refused(error, name) from None
+
+    @contextlib.contextmanager
     def ahead_of(self, name: str | None) -> Iterator[None]:
         """Guard local work, such as an allocation, that precedes the operation ``name`` on every rank.
 

@@ -174,7 +174,8 @@ class World:
         objects = Objects(does, self._group.key)
         self.broadcast_object, self.allgather_object = objects.broadcast_object, objects.allgather_object
         self.broadcast_bytes, self.check_consistency = objects.broadcast_bytes, objects.check_consistency
-        self.refused, self.ahead_of, self.composed = does.refused, does.ahead_of, does.composed
+        self.refused, self.refusing = does.refused, does.refusing
+        self.ahead_of, self.composed = does.ahead_of, does.composed
         self.memory = does.memory
         messages = Messages(self.rank, self.ranks, self._transfers)
         self.send, self.isend, self.recv, self.irecv = messages.send, messages.isend, messages.recv, messages.irecv

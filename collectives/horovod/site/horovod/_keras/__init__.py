@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from collectives import Average, Compression, global_process_set
+from collectives import global_process_set
 
 
 def _adapter(keras: Any) -> Any:
@@ -61,40 +61,18 @@ def load_model(
     return load(filepath, custom_optimizers=custom_optimizers, custom_objects=custom_objects, legacy_opts=legacy_opts)
 
 
-def _values() -> Any:
-    return importlib.import_module("collectives.tensorflow.keras")
+def _without_backend(name: str) -> Callable[..., Any]:
+    """A function of `collectives.tensorflow.keras`, with an argument before the others that is ignored."""
+
+    def call(backend: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module("collectives.tensorflow.keras"), name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
 
 
-def broadcast_global_variables(backend: Any, root_rank: int) -> Any:
-    """As in `collectives.tensorflow.keras`; all of these functions ignore ``backend``."""
-    return _values().broadcast_global_variables(root_rank)
-
-
-def allreduce(
-    backend: Any,
-    value: Any,
-    name: str | None,
-    average: bool | None,
-    prescale_factor: float,
-    postscale_factor: float,
-    op: Any,
-    compression: Any = Compression.none,
-) -> Any:
-    """As in `collectives.tensorflow.keras`."""
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    return _values().allreduce(value, name=name, average=average, op=op, compression=compression, **factors)
-
-
-def allgather(backend: Any, value: Any, name: str | None) -> Any:
-    """As in `collectives.tensorflow.keras`."""
-    return _values().allgather(value, name=name)
-
-
-def broadcast(backend: Any, value: Any, root_rank: int, name: str | None) -> Any:
-    """As in `collectives.tensorflow.keras`."""
-    return _values().broadcast(value, root_rank, name=name)
-
-
-def reducescatter(backend: Any, value: Any, name: str | None, op: Any = Average) -> Any:
-    """As in `collectives.tensorflow.keras`."""
-    return _values().reducescatter(value, name=name, op=op)
+broadcast_global_variables = _without_backend("broadcast_global_variables")
+allreduce = _without_backend("allreduce")
+allgather = _without_backend("allgather")
+broadcast = _without_backend("broadcast")
+reducescatter = _without_backend("reducescatter")

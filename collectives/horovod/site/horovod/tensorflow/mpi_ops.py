@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import collectives.tensorflow as _ours
@@ -27,62 +28,23 @@ def _normalize_name(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
-def _options(name: str | None, op: Any, prescale: float, postscale: float, process_set: Any) -> dict[str, Any]:
-    scales = {"prescale_factor": prescale, "postscale_factor": postscale}
-    return {"name": name, "op": op, "process_set": process_set, **scales}
+def _summing(function: Callable[..., Any], *order: str) -> Callable[..., Any]:
+    """A function of `collectives.tensorflow` that sums by default, with Horovod's order of the further arguments."""
+
+    @functools.wraps(function)
+    def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        options = {"op": _ours.Sum, **dict(zip(order, args, strict=False)), **kwargs}
+        if function is _ours.grouped_reducescatter:
+            options.pop("ignore_name_scope", None)  # its names are never scoped
+        return function(tensor, **options)
+
+    return call
 
 
-def _allreduce(
-    tensor: Any,
-    name: str | None = None,
-    op: Any = _ours.Sum,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    ignore_name_scope: bool = False,
-    process_set: Any = _ours.global_process_set,
-) -> Any:
-    """As `collectives.tensorflow.allreduce`."""
-    how = _options(name, op, prescale_factor, postscale_factor, process_set)
-    return _ours.allreduce(tensor, ignore_name_scope=ignore_name_scope, **how)
-
-
-def _grouped_allreduce(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    op: Any = _ours.Sum,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    ignore_name_scope: bool = False,
-    process_set: Any = _ours.global_process_set,
-) -> Any:
-    """As `collectives.tensorflow.grouped_allreduce`."""
-    how = _options(name, op, prescale_factor, postscale_factor, process_set)
-    return _ours.grouped_allreduce(tensors, ignore_name_scope=ignore_name_scope, **how)
-
-
-def _reducescatter(
-    tensor: Any,
-    name: str | None = None,
-    op: Any = _ours.Sum,
-    ignore_name_scope: bool = False,
-    process_set: Any = _ours.global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Any:
-    """As `collectives.tensorflow.reducescatter`."""
-    how = _options(name, op, prescale_factor, postscale_factor, process_set)
-    return _ours.reducescatter(tensor, ignore_name_scope=ignore_name_scope, **how)
-
-
-def _grouped_reducescatter(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    op: Any = _ours.Sum,
-    ignore_name_scope: bool = False,
-    process_set: Any = _ours.global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Any:
-    """As `collectives.tensorflow.grouped_reducescatter`; names are not scoped."""
-    how = _options(name, op, prescale_factor, postscale_factor, process_set)
-    return _ours.grouped_reducescatter(tensors, **how)
+_FACTORS = ("prescale_factor", "postscale_factor")
+_allreduce = _summing(_ours.allreduce, "name", "op", *_FACTORS, "ignore_name_scope", "process_set")
+_grouped_allreduce = _summing(_ours.grouped_allreduce, "name", "op", *_FACTORS, "ignore_name_scope", "process_set")
+_reducescatter = _summing(_ours.reducescatter, "name", "op", "ignore_name_scope", "process_set", *_FACTORS)
+_grouped_reducescatter = _summing(
+    _ours.grouped_reducescatter, "name", "op", "ignore_name_scope", "process_set", *_FACTORS
+)

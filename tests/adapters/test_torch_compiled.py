@@ -104,32 +104,39 @@ def test_moves_and_their_gradients(hvd: Any) -> None:
 
 def test_received_splits_are_a_result(hvd: Any) -> None:
     rank, size = hvd.rank(), hvd.size()
-    rows, received = compile_whole(lambda x: hvd.alltoall(x, [rank + 1] * size))(
-        torch.full((size * (rank + 1), 1), float(rank))
-    )
-    assert received.tolist() == [source + 1 for source in range(size)]
-    assert rows.flatten().tolist() == [float(source) for source in range(size) for _ in range(source + 1)]
+    x = torch.full((size * (rank + 1), 1), float(rank))
+    for splits in ([rank + 1] * size, torch.full((size,), rank + 1, dtype=torch.int64)):
+        rows, received = compile_whole(lambda x, splits=splits: hvd.alltoall(x, splits))(x)
+        assert received.dtype is getattr(splits, "dtype", torch.int32)
+        assert received.tolist() == [source + 1 for source in range(size)]
+        assert rows.flatten().tolist() == [float(source) for source in range(size) for _ in range(source + 1)]
 
 
-@pytest.mark.parametrize("op", (Op.AVERAGE, Op.MAX))
-def test_groups(hvd: Any, op: Op) -> None:
+def test_groups(hvd: Any) -> None:
     torch.manual_seed(hvd.rank())
     same_as_eager(
-        [torch.rand(3, 2), torch.rand(4)],
-        lambda a, b: hvd.grouped_allreduce([a.sin(), b.cos()], op=op, name="pair"),
+        [torch.rand(4, 2), torch.rand(4)],
+        lambda a, b: [
+            *hvd.grouped_allreduce([a.sin(), b.cos()], name="pair"),
+            *hvd.grouped_allreduce([a.sin(), b.cos()], op=hvd.Max),
+            *hvd.grouped_allgather([a.sin(), b]),
+            *hvd.grouped_reducescatter([a.sin(), b]),
+        ],
         weight=1.0 + hvd.rank(),
     )
 
 
-def test_compression(hvd: Any) -> None:
+def test_compression_and_arguments_by_position(hvd: Any) -> None:
     torch.manual_seed(hvd.rank())
     same_as_eager(
         [torch.rand(6), torch.rand(6), torch.rand(6), torch.rand(6)],
         lambda a, b, c, d: [
             hvd.allreduce(a, compression=hvd.Compression.fp16),
-            hvd.allreduce(b, compression=hvd.Compression.bf16),
+            hvd.allreduce(b, None, "all", hvd.Compression.bf16, hvd.Sum, 0.5, 3.0),
+            hvd.allreduce(b, average=False),
             hvd.allreduce(c, compression=Halved),
             hvd.grouped_allreduce([d], compression=Halved)[0],
+            hvd.reducescatter(d, op=hvd.Sum, compression=hvd.Compression.fp16),
         ],
         weight=1.0 + hvd.rank(),
     )

@@ -1,11 +1,11 @@
-"""Gradients that the program reads or changes between ``backward()`` and ``step()``, as torch's own recipes do."""
+"""Gradients that the program reads or changes between ``backward()`` and ``step()``; whole recipes are in
+test_torch_recipes.py."""
 
 from __future__ import annotations
 
 import copy
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,137 +41,6 @@ def batch(rank: int, step: int) -> Any:
     return torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * step + rank)) * (rank + 1)
 
 
-Recipe = Callable[[Any, Any, Any], None]
-"""What comes between ``backward()`` and ``step()``: model, optimizer, scaler; it makes the step as well."""
-
-
-def clip_norm(model: Any, optimizer: Any, scaler: Any) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-
-
-def clip_norm_of_groups(model: Any, optimizer: Any, scaler: Any) -> None:
-    for group in optimizer.param_groups:
-        torch.nn.utils.clip_grad_norm_(group["params"], 0.5, foreach=True)
-    optimizer.step()
-
-
-def clip_value(model: Any, optimizer: Any, scaler: Any) -> None:
-    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
-    optimizer.step()
-
-
-def clamp_data(model: Any, optimizer: Any, scaler: Any) -> None:
-    for param in model.parameters():
-        param.grad.data.clamp_(-0.01, 0.01)
-    optimizer.step()
-
-
-def write_array(model: Any, optimizer: Any, scaler: Any) -> None:
-    for param in model.parameters():
-        param.grad.numpy()[...] *= 0.5
-    optimizer.step()
-
-
-def measure(model: Any, optimizer: Any, scaler: Any) -> None:
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
-    for group in optimizer.param_groups:
-        group["lr"] = 0.1 / (1 + float(norm))
-    optimizer.step()
-
-
-def replace(model: Any, optimizer: Any, scaler: Any) -> None:
-    for param in model.parameters():
-        param.grad = param.grad.sign() * 0.01
-    optimizer.step()
-
-
-def scale(model: Any, optimizer: Any, scaler: Any) -> None:
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def unscale_and_clip(model: Any, optimizer: Any, scaler: Any) -> None:
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    scaler.step(optimizer)
-    scaler.update()
-
-
-RECIPES = [
-    clip_norm,
-    clip_norm_of_groups,
-    clip_value,
-    clamp_data,
-    write_array,
-    measure,
-    replace,
-    scale,
-    unscale_and_clip,
-]
-
-
-def scaler_for(recipe: Recipe) -> Any:
-    return torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=recipe in (scale, unscale_and_clip))
-
-
-def one_process(recipe: Recipe, ranks: int, steps: int, used: Callable[[int, int], bool], **options: Any) -> Any:
-    """A model trained on the batches of all ranks."""
-    model = Net()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options), scaler_for(recipe)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(ranks):
-            scaler.scale(model(batch(rank, step), used(rank, step)) / ranks).backward()
-        recipe(model, optimizer, scaler)
-    return model
-
-
-def check(model: Any, wanted: Any) -> None:
-    for (name, param), twin in zip(model.named_parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(param, twin, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
-        assert type(param) is torch.nn.Parameter
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
-def test_recipes_without_synchronize(hvd: Any, recipe: Recipe, options: dict[str, Any]) -> None:
-    def used(rank: int, step: int) -> bool:
-        return (rank + step) % 2 == 0 or step == 0 or hvd.size() == 1
-
-    wanted = one_process(recipe, hvd.size(), 3, used, **options)
-    model = Net()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options), model.named_parameters()
-    )
-    scaler = scaler_for(recipe)
-    for step in range(3):
-        optimizer.zero_grad()
-        scaler.scale(model(batch(hvd.rank(), step), used(hvd.rank(), step))).backward()
-        recipe(model, optimizer, scaler)
-    check(model, wanted)
-
-
-@several
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_infinity_on_one_rank_skips_the_step_on_all(hvd: Any, fused: bool) -> None:
-    model = Net()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), model.named_parameters()
-    )
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(3):
-        before = copy.deepcopy(model)
-        model.zero_grad()
-        loss = model(batch(hvd.rank(), step))
-        scaler.scale(loss * float("inf") if step == 1 and hvd.rank() == 1 else loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert all(torch.isfinite(param).all() for param in model.parameters())
-        assert torch.equal(before.large, model.large) is (step == 1)
-        assert scaler.get_scale() == (512.0 if step else 1024.0)
-
-
 @several
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_tiny_gradients_whichever_is_used(hvd: Any, which: int) -> None:
@@ -182,25 +51,6 @@ def test_tiny_gradients_whichever_is_used(hvd: Any, which: int) -> None:
     optimizer.step()
     mean = min((hvd.size() + 1) / 2, 1.25)
     assert [param[0].item() for param in params] == [-mean if at == which else 0.0 for at in range(3)]
-
-
-@several
-def test_one_rank_may_read_between_backward_and_step(hvd: Any) -> None:
-    model = Net()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters()
-    )
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(hvd.rank(), step), hvd.rank() == 0).backward()
-        if hvd.rank() == hvd.size() - 1:
-            assert model.sometimes.weight.grad.norm() > 0  # which only rank 0 has used
-        optimizer.step()
-
-    def just_step(model: Any, optimizer: Any, scaler: Any) -> None:
-        optimizer.step()
-
-    check(model, one_process(just_step, hvd.size(), 3, lambda rank, step: rank == 0))
 
 
 @several
@@ -360,21 +210,6 @@ def test_clipping_where_a_rank_has_had_no_backward_pass(hvd: Any, explicit: bool
 
 
 @several
-def test_epochs_that_end_with_join_after_unequal_numbers_of_steps(hvd: Any) -> None:
-    weight = torch.nn.Parameter(torch.zeros(3))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    for _ in range(2):
-        for _ in range(hvd.rank() + 1):
-            optimizer.zero_grad()
-            weight.sum().backward()
-            optimizer.step()
-        hvd.join()
-    hvd.broadcast_parameters([weight], hvd.size() - 1)
-    steps = sum((hvd.size() - step) / hvd.size() for step in range(hvd.size()))
-    torch.testing.assert_close(weight.detach(), torch.full((3,), -2 * steps))
-
-
-@several
 @pytest.mark.parametrize("op", ["Average", "Sum", "Max"])
 def test_backward_before_a_closure(hvd: Any, op: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(3))
@@ -395,48 +230,6 @@ def test_backward_before_a_closure(hvd: Any, op: str) -> None:
     optimizer.step(closure)
     once = {"Average": 1 / hvd.size(), "Sum": 1.0, "Max": 1.0}[op]
     torch.testing.assert_close(weight.detach(), torch.full((3,), -3 * part - once))
-
-
-@several
-def test_clipping_inside_a_closure_after_a_part(hvd: Any) -> None:
-    weight = torch.nn.Parameter(torch.zeros(3))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), backward_passes_per_step=2)
-
-    def closure() -> Any:
-        loss = weight.sum() * (hvd.rank() + 1)
-        loss.backward()
-        return loss
-
-    def last() -> Any:
-        loss = closure()
-        torch.nn.utils.clip_grad_value_([weight], 2.5)
-        return loss
-
-    closure()
-    optimizer.step(last)
-    assert weight[0].item() == -min(hvd.size() + 1, 2.5)
-
-
-@several
-def test_hooks_of_the_program_see_gradients_before_they_leave(hvd: Any) -> None:
-    model = Net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
-    twin = Net()
-
-    def clamp(param: Any) -> None:
-        param.grad.data.clamp_(-1e-3, 1e-3)
-
-    for param in (*model.parameters(), *twin.parameters()):
-        param.register_post_accumulate_grad_hook(clamp)
-    wanted = []
-    for rank in range(hvd.size()):
-        twin.zero_grad()
-        twin(batch(rank, 0)).backward()
-        wanted.append([param.grad / hvd.size() for param in twin.parameters()])
-    model(batch(hvd.rank(), 0)).backward()
-    optimizer.synchronize()
-    for param, *grads in zip(model.parameters(), *wanted, strict=True):
-        torch.testing.assert_close(param.grad, sum(grads))
 
 
 @several
@@ -526,21 +319,3 @@ def test_a_table_that_is_sparse_on_one_rank_and_dense_on_another(hvd: Any) -> No
         torch.testing.assert_close(table.weight.grad.to_dense(), wanted)
         with optimizer.skip_synchronize():
             optimizer.step()
-
-
-@several
-def test_a_layer_shared_by_reentrant_checkpoints_is_explained(hvd: Any) -> None:
-    layer = torch.nn.Linear(3, 3)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters())
-
-    def run(reentrant: bool) -> None:
-        x = torch.ones(2, 3, requires_grad=True)
-        for _ in range(2):
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
-        x.sum().backward()
-
-    run(False)
-    optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(AssertionError, match="that several reentrant checkpoints share: pass use_reentrant=False"):
-        run(True)

@@ -112,24 +112,6 @@ def test_what_nobody_used_keeps_no_gradient(hvd: Any, views: bool) -> None:
 
 
 @several
-@pytest.mark.parametrize("views", [False, True])
-def test_what_some_rank_used_is_combined_on_all(hvd: Any, views: bool) -> None:
-    model = net()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), gradient_as_bucket_view=views
-    )
-    for step in range(2):
-        optimizer.zero_grad()
-        user = step % hvd.size()
-        wanted = expected(model, range(user, user + 1), step)
-        model(batch(hvd.rank(), step), whole=hvd.rank() == user).backward()
-        optimizer.synchronize()
-        torch.testing.assert_close(model.second.weight.grad, wanted[3] / hvd.size())
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-
-@several
 def test_zero_grad_in_flight_and_too_many_passes_are_refused(hvd: Any) -> None:
     model = net()
     optimizer = hvd.DistributedOptimizer(
@@ -225,26 +207,7 @@ def test_names_of_parameters(hvd: Any) -> None:
 def test_num_groups_is_deprecated(hvd: Any) -> None:
     model = net()
     with pytest.warns(DeprecationWarning, match="groups"):
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), num_groups=2
-        )
-    wanted = expected(model, range(hvd.size()))
-    model(batch(hvd.rank())).backward()
-    optimizer.synchronize()
-    check(model, wanted)
-
-
-@pytest.mark.parametrize("groups", [1, 3, 99, "lists"])
-def test_groups(hvd: Any, groups: Any) -> None:
-    model = net()
-    lists = [[model.large, model.first.bias], [model.second.weight]] if groups == "lists" else groups
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=lists
-    )
-    wanted = expected(model, range(hvd.size()))
-    model(batch(hvd.rank())).backward()
-    optimizer.synchronize()
-    check(model, wanted)
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), num_groups=2)
 
 
 @several
@@ -258,21 +221,6 @@ def test_an_optimizer_that_is_gone_leaves_no_hooks(hvd: Any) -> None:
         gc.collect()
     assert not model.large._post_accumulate_grad_hooks
     model(batch(hvd.rank())).backward()
-
-
-def test_two_optimizers_with_the_same_names(hvd: Any) -> None:
-    models = [net(seed) for seed in (1, 2)]
-    optimizers = [
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-        for model in models
-    ]
-    wanted = [expected(model, range(hvd.size())) for model in models]
-    for model in models if hvd.rank() % 2 else models[::-1]:
-        model(batch(hvd.rank())).backward()
-    for optimizer in optimizers:
-        optimizer.synchronize()
-    for model, gradients in zip(models, wanted, strict=True):
-        check(model, gradients)
 
 
 @several

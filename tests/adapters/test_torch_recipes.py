@@ -13,15 +13,23 @@ import torch
 from torch import nn
 
 from collectives.base.errors import InvalidArgumentError
-from tests.adapters.torch_recipes import OUTPUTS, WIDTH, Alone, Model, Ranks, Side, batches, network, recipe
+from tests.adapters.torch_recipes import (
+    OUTPUTS,
+    WIDTH,
+    Alone,
+    Model,
+    Ranks,
+    Side,
+    batches,
+    momentum,
+    network,
+    recipe,
+    train,
+)
 
 pytestmark = pytest.mark.mpi
 
 single = partial(network, torch.float32)
-
-
-def momentum(model: Model, **options: Any) -> Any:
-    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
 
 
 # ---- mixed precision -------------------------------------------------------------------------------------------------
@@ -29,7 +37,7 @@ def momentum(model: Model, **options: Any) -> Any:
 
 @recipe(single)
 def test_amp_bfloat16(side: Side, model: Model) -> None:
-    optimizer = side.optimizer(momentum(model), model)
+    optimizer = side.optimizer(momentum(model.parameters()), model)
     for batch in batches(dtype=torch.float32):
         optimizer.zero_grad()
         for _, loss in side.halves(model, batch, torch.bfloat16):
@@ -72,36 +80,50 @@ def scaled(
 @recipe(single)
 def test_scaler_synchronize_unscale_and_clip(side: Side, model: Model) -> Any:
     """As Horovod's documentation has it."""
-    return scaled(side, model, side.optimizer(momentum(model), model), synchronize=True, clip=0.5)
+    return scaled(side, model, side.optimizer(momentum(model.parameters()), model), synchronize=True, clip=0.5)
 
 
 @recipe(single)
 def test_scaler_step(side: Side, model: Model) -> Any:
     """As torch's documentation has it."""
-    return scaled(side, model, side.optimizer(momentum(model), model))
+    return scaled(side, model, side.optimizer(momentum(model.parameters()), model))
 
 
 @recipe(single)
 def test_scaler_step_of_a_fused_optimizer(side: Side, model: Model) -> Any:
     """Fused optimizers unscale and skip by themselves."""
-    return scaled(side, model, side.optimizer(momentum(model, fused=True), model))
+    return scaled(side, model, side.optimizer(momentum(model.parameters(), fused=True), model))
 
 
 @recipe(single)
 def test_scaler_unscale_and_clip(side: Side, model: Model) -> Any:
-    return scaled(side, model, side.optimizer(momentum(model), model), clip=0.5)
+    return scaled(side, model, side.optimizer(momentum(model.parameters()), model), clip=0.5)
 
 
 @recipe(single)
 def test_scaler_and_accumulation(side: Side, model: Model) -> Any:
-    return scaled(side, model, side.optimizer(momentum(model), model, backward_passes_per_step=2), passes=2)
+    return scaled(
+        side, model, side.optimizer(momentum(model.parameters()), model, backward_passes_per_step=2), passes=2
+    )
+
+
+class Heads(nn.Module):
+    """Two heads on one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = network(last=WIDTH)
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, OUTPUTS, dtype=torch.float64) for _ in range(2)])
+
+    def forward(self, inputs: Any, head: int = 0) -> Any:
+        return self.heads[head](self.trunk(inputs))
 
 
 # ---- clipping --------------------------------------------------------------------------------------------------------
 
 
 def clipped(side: Side, model: Model, clip: Any, *, synchronize: bool) -> list[Any]:
-    optimizer = side.optimizer(momentum(model), model)
+    optimizer = side.optimizer(momentum(model.parameters()), model)
     results = []
     for batch in batches():
         optimizer.zero_grad()
@@ -129,36 +151,48 @@ def clamp_arrays(parameters: Any) -> None:
         array.clip(-1e-3, 1e-3, out=array)
 
 
+def norms_of_halves(parameters: Any) -> None:
+    first, *others = parameters
+    for part in ([first], others):
+        nn.utils.clip_grad_norm_(part, 0.05, foreach=True)
+
+
+def signs(parameters: Any) -> None:
+    for parameter in parameters:
+        parameter.grad = parameter.grad.sign() * 0.01
+
+
 NORM = partial(nn.utils.clip_grad_norm_, max_norm=0.1)
 VALUE = partial(nn.utils.clip_grad_value_, clip_value=1e-3)
 test_clip_norm_after_synchronize = recipe()(partial(clipped, clip=NORM, synchronize=True))
 test_clip_value_after_synchronize = recipe()(partial(clipped, clip=VALUE, synchronize=True))
 test_clip_norm_before_step = recipe()(partial(clipped, clip=NORM, synchronize=False))
 test_clip_value_before_step = recipe()(partial(clipped, clip=VALUE, synchronize=False))
+test_clip_norms_of_halves_before_step = recipe()(partial(clipped, clip=norms_of_halves, synchronize=False))
+test_gradients_replaced_before_step = recipe()(partial(clipped, clip=signs, synchronize=False))
 test_clamp_of_data_before_step = recipe()(partial(clipped, clip=clamp, synchronize=False))
 test_clamp_of_arrays_before_step = recipe()(partial(clipped, clip=clamp_arrays, synchronize=False))
 
 
 @recipe()
 def test_clip_in_a_hook_of_the_step(side: Side, model: Model) -> None:
-    optimizer = side.optimizer(momentum(model), model)
+    optimizer = side.optimizer(momentum(model.parameters()), model)
     optimizer.register_step_pre_hook(lambda *given: VALUE(model.parameters()))
-    for batch in batches():
-        optimizer.zero_grad()
-        side.loss(model, side.rows(batch)).backward()
-        optimizer.step()
+    train(side, model, optimizer)
 
 
-@recipe()
+@recipe(Heads)
 def test_norm_read_on_one_rank(side: Side, model: Model) -> None:
-    """Rank 0 logs the norm of the gradients, which is that of the average; the others do not look."""
-    optimizer = side.optimizer(momentum(model), model)
-    for batch in batches():
+    """The last rank logs the norm of the gradients, of a head that only rank 0 has used, too; others do not look."""
+    optimizer = side.optimizer(momentum(model.parameters()), model)
+    for step, batch in enumerate(batches()):
         optimizer.zero_grad()
-        side.loss(model, side.rows(batch)).backward()
-        if isinstance(side, Ranks) and side.rank == 0:
-            read = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-            assert read > 0
+        for rank, part in side.parts(batch):
+            side.loss(partial(model, head=int((rank == 0) == (step % 2 == 0))), part).backward()
+        if isinstance(side, Ranks) and side.rank == side.size - 1:
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            assert len(gradients) == 10 or side.size == 1
+            assert nn.utils.get_total_norm(gradients) > 0
         optimizer.step()
 
 
@@ -168,7 +202,7 @@ def test_norm_read_on_one_rank(side: Side, model: Model) -> None:
 @recipe()
 def test_accumulation(side: Side, model: Model) -> None:
     """Three backward passes a step, then one."""
-    optimizer = side.optimizer(momentum(model), model, backward_passes_per_step=3)
+    optimizer = side.optimizer(momentum(model.parameters()), model, backward_passes_per_step=3)
     for step, batch in enumerate(batches()):
         if step == 2 and not isinstance(side, Alone):
             optimizer.set_backward_passes_per_step(1)
@@ -181,15 +215,12 @@ def test_accumulation(side: Side, model: Model) -> None:
 @recipe()
 def test_accumulation_that_is_not_announced(side: Side, model: Model) -> None:
     """A second backward pass is refused on every rank; the step thereafter is right."""
-    optimizer = side.optimizer(momentum(model), model)
+    optimizer = side.optimizer(momentum(model.parameters()), model)
     batch, *rest = batches()
     side.refuses(partial(twice, side, model, batch), AssertionError, "raise backward_passes_per_step")
     with suppress(InvalidArgumentError):  # gradients that the second pass has changed on their way
         side.synchronize(optimizer)
-    for batch in rest:
-        optimizer.zero_grad()
-        side.loss(model, side.rows(batch)).backward()
-        optimizer.step()
+    train(side, model, optimizer, data=rest)
 
 
 def twice(side: Side, model: Model, batch: Any) -> None:
@@ -199,29 +230,17 @@ def twice(side: Side, model: Model, batch: Any) -> None:
 
 @recipe()
 def test_several_losses_in_one_backward(side: Side, model: Model) -> None:
-    optimizer = side.optimizer(momentum(model), model)
+    optimizer = side.optimizer(momentum(model.parameters()), model)
     for first, second in zip(batches()[::2], batches()[1::2], strict=True):
         optimizer.zero_grad()
         (side.loss(model, side.rows(first)) + side.loss(model, side.rows(second))).backward()
         optimizer.step()
 
 
-class Heads(nn.Module):
-    """Two heads on one trunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = network(last=WIDTH)
-        self.heads = nn.ModuleList([nn.Linear(WIDTH, OUTPUTS, dtype=torch.float64) for _ in range(2)])
-
-    def forward(self, inputs: Any, head: int = 0) -> Any:
-        return self.heads[head](self.trunk(inputs))
-
-
 @recipe(Heads)
 def test_a_backward_pass_for_each_head(side: Side, model: Model) -> None:
     """Two passes go through the trunk, one through each head."""
-    optimizer = side.optimizer(momentum(model), model, backward_passes_per_step=2)
+    optimizer = side.optimizer(momentum(model.parameters()), model, backward_passes_per_step=2)
     for batch in batches():
         optimizer.zero_grad(set_to_none=False)
         for head in range(2):
@@ -232,7 +251,7 @@ def test_a_backward_pass_for_each_head(side: Side, model: Model) -> None:
 @recipe()
 def test_gradient_penalty(side: Side, model: Model) -> None:
     """The norm of the gradient of each row's outputs is part of the loss."""
-    optimizer = side.optimizer(momentum(model), model)
+    optimizer = side.optimizer(momentum(model.parameters()), model)
     for inputs, targets in map(side.rows, batches()):
         inputs.requires_grad_()
         optimizer.zero_grad()
@@ -245,7 +264,7 @@ def test_gradient_penalty(side: Side, model: Model) -> None:
 @recipe(views=False)
 def test_gradients_combined_by_the_program(side: Side, model: Model) -> None:
     """Without a distributed optimizer."""
-    optimizer = momentum(model)
+    optimizer = momentum(model.parameters())
     for batch in batches():
         optimizer.zero_grad()
         side.loss(model, side.rows(batch)).backward()
@@ -289,35 +308,41 @@ def test_lbfgs(side: Side, model: Model) -> Any:
 
 @recipe()
 def test_closure(side: Side, model: Model) -> Any:
-    return with_closures(side, model, side.optimizer(momentum(model), model))
+    return with_closures(side, model, side.optimizer(momentum(model.parameters()), model))
 
 
 @recipe()
 def test_closure_that_clips(side: Side, model: Model) -> Any:
-    return with_closures(side, model, side.optimizer(momentum(model), model), clip=0.1)
+    return with_closures(side, model, side.optimizer(momentum(model.parameters()), model), clip=0.1)
 
 
 @recipe()
 def test_closure_and_sum(side: Side, model: Model) -> None:
     """A sum, of losses that say how much of the mean each rank has."""
     options = {} if isinstance(side, Alone) else {"op": side.hvd.Sum}
-    with_closures(side, model, side.optimizer(momentum(model), model, **options), factor=1 / side.weight)
+    with_closures(side, model, side.optimizer(momentum(model.parameters()), model, **options), factor=1 / side.weight)
 
 
 @recipe()
 def test_backward_passes_and_closure(side: Side, model: Model) -> None:
-    with_closures(side, model, side.optimizer(momentum(model), model, backward_passes_per_step=3), before=2)
+    with_closures(
+        side, model, side.optimizer(momentum(model.parameters()), model, backward_passes_per_step=3), before=2
+    )
 
 
 @recipe()
 def test_backward_passes_and_closure_that_clips(side: Side, model: Model) -> None:
-    with_closures(side, model, side.optimizer(momentum(model), model, backward_passes_per_step=3), before=2, clip=0.1)
+    with_closures(
+        side, model, side.optimizer(momentum(model.parameters()), model, backward_passes_per_step=3), before=2, clip=0.1
+    )
 
 
 @recipe()
 def test_backward_passes_and_closure_and_sum(side: Side, model: Model) -> None:
     options = {} if isinstance(side, Alone) else {"op": side.hvd.Sum, "backward_passes_per_step": 2}
-    with_closures(side, model, side.optimizer(momentum(model), model, **options), before=1, factor=1 / side.weight)
+    with_closures(
+        side, model, side.optimizer(momentum(model.parameters()), model, **options), before=1, factor=1 / side.weight
+    )
 
 
 # ---- schedulers ------------------------------------------------------------------------------------------------------
@@ -325,7 +350,7 @@ def test_backward_passes_and_closure_and_sum(side: Side, model: Model) -> None:
 
 def scheduled(side: Side, model: Model, make: Any, *, before: bool) -> list[float]:
     """With a scheduler that was made before wrapping or after it."""
-    bare = momentum(model)
+    bare = momentum(model.parameters())
     scheduler = make(bare) if before else None
     optimizer = side.optimizer(bare, model)
     scheduler = scheduler or make(optimizer)
@@ -353,7 +378,7 @@ test_one_cycle_made_before_wrapping = recipe()(partial(scheduled, make=ONE_CYCLE
 @recipe()
 def test_scheduler_that_looks_at_the_loss(side: Side, model: Model) -> list[float]:
     """Every rank gives it the loss of all."""
-    optimizer = side.optimizer(momentum(model), model)
+    optimizer = side.optimizer(momentum(model.parameters()), model)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
     rates = []
     for batch in batches():

@@ -13,21 +13,22 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from tests.adapters.torch_recipes import INPUTS, OUTPUTS, ROWS, WIDTH, Model, Ranks, Side, batches, network, recipe
+from tests.adapters.torch_recipes import (
+    INPUTS,
+    OUTPUTS,
+    ROWS,
+    WIDTH,
+    Model,
+    Ranks,
+    Side,
+    batches,
+    momentum,
+    network,
+    recipe,
+    train,
+)
 
 pytestmark = pytest.mark.mpi
-
-
-def momentum(parameters: Any) -> Any:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def train(side: Side, model: Model, optimizer: Any, forward: Any = None, data: Any = None) -> None:
-    """The plainest loop."""
-    for batch in data or batches():
-        optimizer.zero_grad()
-        side.loss(forward or model, side.rows(batch)).backward()
-        optimizer.step()
 
 
 # ---- batch normalisation ---------------------------------------------------------------------------------------------
@@ -245,9 +246,9 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.encoder = nn.Embedding(11, WIDTH, dtype=torch.float64)
+        self.encoder = nn.Embedding(90, WIDTH, dtype=torch.float64)  # of a size that is not packed
         self.middle = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.decoder = nn.Linear(WIDTH, 11, bias=False, dtype=torch.float64)
+        self.decoder = nn.Linear(WIDTH, 90, bias=False, dtype=torch.float64)
         self.decoder.weight = self.encoder.weight
 
     def forward(self, words: Any) -> Any:

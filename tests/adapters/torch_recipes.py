@@ -159,6 +159,18 @@ class Alone(Side):
             parameter.grad /= self.size
 
 
+def momentum(parameters: Any, **options: Any) -> Any:
+    return torch.optim.SGD(parameters, **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+def train(side: Side, model: Model, optimizer: Any, forward: Any = None, data: Any = None) -> None:
+    """The plainest loop."""
+    for batch in data or batches(dtype=next(model.parameters()).dtype):
+        optimizer.zero_grad()
+        side.loss(forward or model, side.rows(batch)).backward()
+        optimizer.step()
+
+
 Program = Callable[[Side, Model], "Iterable[Any] | None"]
 
 

@@ -330,7 +330,9 @@ def test_inductor(hvd: Any) -> None:
         return mean.square() + rows.sum() if rank == 0 or not EFFECTS else mean.square()
 
     x, w = torch.full((2, 3), rank + 1.0), torch.ones(3, 2, requires_grad=True)
-    with torch._inductor.config.patch(compile_threads=1):
+    # Without what takes longest: to precompile headers, and to find out what vectors this processor has.
+    cheaply = {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+    with torch._inductor.config.patch(cheaply):
         result = compile_whole(function, backend="inductor")(x, w)
         result.sum().backward()
     average = (size + 1) / 2

@@ -16,7 +16,7 @@ def agree(world: World, label: str, descriptions: Mapping[str, str]) -> None:
 
     Args:
         label: prefix of messages and name of the operations.
-        mine: descriptions that must be equal on all ranks, by subject.
+        descriptions: what must be equal on all ranks, by subject.
 
     Raises:
         MismatchError: names the first subject that differs; raised on every rank.
@@ -30,14 +30,13 @@ def agree(world: World, label: str, descriptions: Mapping[str, str]) -> None:
     everyone = world.allgather_object(descriptions, name=label)
     subjects = dict.fromkeys(subject for each in everyone for subject in each)
     subject = next(subject for subject in subjects if len({each.get(subject) for each in everyone}) > 1)
-    ranks_by_said: dict[str, list[str]] = {}
+    ranks_by_description: dict[str, list[str]] = {}
     for rank, each in zip(world.ranks, everyone, strict=True):
-        ranks_by_said.setdefault(each.get(subject, "absent"), []).append(str(rank))
-    said = "; ".join(
-        f"{what} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for what, ranks in ranks_by_said.items()
+        ranks_by_description.setdefault(each.get(subject, "absent"), []).append(str(rank))
+    differences = "; ".join(
+        f"{what} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for what, ranks in ranks_by_description.items()
     )
     raise MismatchError(
-        f"rank {world.ranks[world.rank]}: {label}: {subject} is not the same on every rank: {said}. Nothing was "
-        f"changed. Every rank must"
-        " pass the same, of the same shapes and dtypes, and name the same root."
+        f"rank {world.ranks[world.rank]}: {label}: {subject} is not the same on every rank: {differences}. "
+        "Nothing was changed. Every rank must pass the same, of the same shapes and dtypes, and name the same root."
     )

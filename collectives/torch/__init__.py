@@ -1,4 +1,4 @@
-"""PyTorch: ``import collectives.torch as hvd``, with the names, arguments and habits of Horovod's PyTorch interface.
+"""PyTorch: ``import collectives.torch as hvd``, with the names, arguments and conventions of Horovod's interface.
 
     import collectives.torch as hvd
 
@@ -7,7 +7,7 @@
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-Tensors may be on the CPU or on GPUs, in any dtype that the engine knows, bfloat16 included. A script for
+Tensors may be on the CPU or on GPUs, in any dtype that the engine supports, bfloat16 included. A script for
 ``horovod.torch`` runs when its import line is changed; with ``collectivesrun --as-horovod`` not even that (see
 `collectives.horovod`).
 """

@@ -1,4 +1,4 @@
-"""The optimizer of `Adasum`: every rank steps by itself, and what the steps did to the parameters is combined.
+"""The optimizer of `Adasum`: every rank steps by itself, and the ranks' changes of the parameters are combined.
 
     start     = parameters
     step      each rank's optimizer applies its own gradients
@@ -6,8 +6,7 @@
     parameters = start + adasum(delta of every rank)
 
 S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021: combining steps in place of
-gradients makes it work with any optimizer, since what is orthogonal or parallel is what the optimizer does. Its state
-(momentum and the like) is each rank's own.
+gradients works with any optimizer. Each rank keeps its own optimizer state, such as momentum.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from collectives.worlds.runtime import world_of
 
 
 class AdasumSteps:
-    """What is put before an optimizer's class; see `collectives.torch.DistributedOptimizer`."""
+    """Precedes the optimizer's own class among the bases of a wrapped optimizer."""
 
     param_groups: list[dict[str, Any]]
 
     def begin(self, compression: Any, process_set: ProcessSet, named: list[tuple[str, Any]], label: str) -> None:
-        """Set up; ``label`` goes before the name of the operation."""
+        """Set up the object, whose ``__init__`` is not called; ``label`` is the prefix of the operation's name."""
         self._operation = f"{label}steps"
         self._parameter_names = {param: name for name, param in named}
         self._compression = compression
@@ -36,10 +35,10 @@ class AdasumSteps:
         self._starts: dict[int, Any] = {}
 
     def synchronize(self) -> None:
-        """Nothing: what is combined is there only after the step."""
+        """Do nothing: there is nothing to combine before the step."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Not possible.
+        """Refuse: without synchronization there is no Adasum.
 
         Raises:
             AssertionError: always.
@@ -47,15 +46,15 @@ class AdasumSteps:
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Nothing: gradients add up on the rank until ``step()``."""
+        """Do nothing: gradients add up on the rank until ``step()``."""
 
     @untraced
     def step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Step on this rank, as the optimizer's own ``step``, which gets every argument; and combine the steps of all.
+        """Call the optimizer's own ``step`` with the same arguments, then combine the changes of all ranks.
 
         Raises:
             MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`; the parameters are
-                then what they were.
+                then restored.
         """
         trained = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
         params = [param.detach() for param in trained]

@@ -1,4 +1,4 @@
-"""Arguments and results that torch's collectives have in common."""
+"""Arguments and results that torch's collectives share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensor = TypeVar("Tensor")
 
 
 class Choices(TypedDict, total=False):
-    """The keywords that Horovod's functions do not have."""
+    """Keywords beyond those of Horovod's functions."""
 
     algorithm: str | None
     transport: str | None
@@ -30,9 +30,9 @@ def world_options(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> dict[str, Any]:
-    """Add arguments that are not the defaults to ``choices``, for a method of a world.
+    """Add the arguments that differ from their defaults to ``choices``, for a method of a world.
 
-    The engine's fast path is quickest without keywords.
+    Calls without keywords take the engine's fast path.
     """
     if name is not None:
         choices["name"] = name
@@ -50,7 +50,7 @@ def operation(world: World, average: Any, op: Op | None, name: str | None) -> Op
     """The operation that ``op`` or ``average`` names.
 
     Raises:
-        InvalidArgumentError: both are given; the other ranks are told.
+        InvalidArgumentError: both, on this rank and, as a mismatch, on the others.
     """
     try:
         return arguments.operation(op, average)
@@ -64,7 +64,7 @@ def any_tracked(tensors: Any) -> bool:
 
 
 def written(tensor: Any) -> Any:
-    """Tell autograd that a tensor's elements have changed; it refuses to use what it had saved of them."""
+    """Increment a tensor's version, so that autograd refuses to use elements saved before they changed."""
     if isinstance(tensor, torch.Tensor):
         increment_version(tensor)
     return tensor

@@ -1,4 +1,4 @@
-"""Torch's answer to `collectives.frontends.adjoints.Arithmetic`: differentiable operations on one rank's tensors."""
+"""Differentiable operations on torch tensors; implements `collectives.frontends.adjoints.Arithmetic`."""
 
 from __future__ import annotations
 

@@ -3,18 +3,18 @@
     backward       autograd completes a parameter's gradient -> its hook -> the bucket is complete -> it is submitted
     synchronize    the remaining buckets are submitted; wait; the results are in ``parameter.grad``
 
-Where combining gradients would only take time from the backward pass, complete buckets are gathered, and all of them
-leave in ``synchronize`` (`collectives.torch.holding_back`).
+Where that would only slow down the backward pass, complete buckets are gathered, and all of them are submitted in
+``synchronize`` (`collectives.torch.holding_back`).
 
-What a bucket holds is decided beforehand and alike on all ranks, from the last parameter to the first, which is about
-the order of the backward pass (as in S. Li et al., "PyTorch Distributed", VLDB 2020). The order in which buckets fill
-may differ between ranks: they are matched by name.
+The contents of buckets are equal on all ranks, from the last parameter to the first, which is about the order of the
+backward pass (as in S. Li et al., "PyTorch Distributed", VLDB 2020). Ranks may fill buckets in different orders: these
+are matched by name.
 
-A parameter without a gradient on one rank may have one on another, and only there is it known whether it is sparse.
-Each rank counts in the *tally* (`collectives.torch.tally`) the gradients that were not submitted in its backward pass,
-because they are missing, or sparse for the first time. Only if there are any do the ranks compare what each of them
-has. A parameter that no rank has used then keeps ``grad = None`` and is not combined, zeros stand in for a gradient
-that another rank has, and a gradient that is sparse somewhere and dense nowhere becomes sparse on every rank.
+A parameter may have a gradient on some ranks only. Each rank adds to the *tally* (`collectives.torch.tally`) the number
+of gradients that were not submitted in its backward pass, because they are missing, or sparse for the first time. If
+there are any, the ranks compare their gradients: a parameter that no rank has used keeps ``grad = None``, zeros replace
+a gradient that only other ranks have, and a gradient that is sparse on some rank and dense on none becomes sparse on
+every rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BackwardReducer:
 
     Args:
         named: the parameters, with names that are alike on all ranks.
-        options: how they are combined; ``name`` goes before the names of all operations.
+        options: how they are combined; ``name`` is the prefix of all operations' names.
         groups: parameters whose gradients are combined together.
         as_views: gradients live in their buckets.
 
@@ -78,7 +78,7 @@ class BackwardReducer:
         self._holds_back = False
         self._results: list[weakref.ref[Any]] = []
         self._newer: weakref.WeakSet[Any] = weakref.WeakSet()
-        """What has taken over some of the parameters."""
+        """Newer reducers and optimizers of some of the parameters."""
         self._guard = Guard(self.combine_for_read, self.refuse)
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks, self._guard)
@@ -97,7 +97,7 @@ class BackwardReducer:
                 self._frozen.append(slot)
                 slot.param.requires_grad_(True)  # torch refuses hooks otherwise
             handle = slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
-            # Autograd may have been told of the hooks of another tensor, which torch has swapped for this one.
+            # Autograd may still refer to the hooks of a tensor that torch has swapped for this one.
             slot.param._post_accumulate_grad_hooks = slot.param._post_accumulate_grad_hooks
             if frozen:
                 slot.param.requires_grad_(False)
@@ -119,11 +119,11 @@ class BackwardReducer:
 
     @property
     def _rank(self) -> int:
-        """This rank, in messages."""
+        """This rank's number in messages."""
         return self._world.ranks[self._world.rank]
 
     def leave_to(self, newer: Any) -> None:
-        """Combine nothing as long as ``newer`` lives, except what is in flight."""
+        """Combine nothing but gradients in flight as long as ``newer`` exists."""
         self._newer.add(newer)
         if not self._guard.armed:
             self._reset()
@@ -420,9 +420,9 @@ def _hook(reducer: weakref.ref[BackwardReducer], slot: GradientSlot) -> Callable
 
     @untraced
     def hook(param: Any) -> None:
-        there = reducer()
-        if there is not None:
-            there.arrived(slot)
+        living = reducer()
+        if living is not None:
+            living.arrived(slot)
 
     hook.reducer = reducer  # type: ignore[attr-defined]
     return hook

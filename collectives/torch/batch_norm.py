@@ -16,7 +16,7 @@ from torch.nn import functional
 
 
 def dense(tensor: Any, like: Any = None) -> Any:
-    """A tensor without gaps, channels first or last as it is, or as another one is."""
+    """A contiguous tensor, with channels first or last as in ``like``, by default as it is."""
     like = tensor if like is None else like
     for layout in (torch.channels_last, torch.channels_last_3d):
         if like.is_contiguous(memory_format=layout):
@@ -25,7 +25,7 @@ def dense(tensor: Any, like: Any = None) -> Any:
 
 
 def traced_statistics(input: Any) -> Any:
-    """`Cpu.statistics` by operations that autograd and `torch.compile` know."""
+    """`Cpu.statistics` by operations that autograd and `torch.compile` support."""
     others = [0, *range(2, input.dim())]
     if not input.numel():
         zeros = input.sum(
@@ -74,19 +74,19 @@ class Cpu:
 
     @staticmethod
     def sums(gradient: Any, input: Any, mean: Any, invstd: Any, weight: Any, needs: Any) -> tuple[Any, Any, Any]:
-        """The sums over the batch of the gradient, and of the gradient times the deviation, one behind the other; and
-        the gradients of weight and bias."""
+        """The concatenated sums over the batch of the gradient, and of the gradient times the deviation; and the
+        gradients of weight and bias."""
         if input.numel():
             how = None, mean, torch.ones_like(mean), None, None, False, 0.0, (False, True, True)
             _, weighted, total = torch.ops.aten.native_batch_norm_backward(gradient, input, *how)
-        else:  # of which that kernel dies
+        else:  # that kernel crashes on empty inputs
             weighted = total = torch.zeros_like(mean)
         of_weight = (weighted * invstd).to(weight.dtype) if needs[1] else None
         return torch.cat([total, weighted]), of_weight, total.to(weight.dtype) if needs[2] else None
 
     @staticmethod
     def gradient(gradient: Any, input: Any, mean: Any, invstd: Any, weight: Any, sums: Any, counts: Any) -> Any:
-        """That of the input."""
+        """The gradient of the input."""
         total, weighted = (sums / -counts.sum()).to(mean.dtype).chunk(2)
         scale = invstd if weight is None else invstd * weight
         # scale * (gradient - its mean - its part along the input), all but the first term as a batch normalisation.
@@ -166,5 +166,5 @@ def _row(input: Any, mean: Any, var: Any) -> Any:
 
 
 def channels(values: Any, input: Any) -> Any:
-    """One value per channel, in the shape in which it meets an input."""
+    """One value per channel, in a shape that broadcasts to an input's."""
     return values.view(1, -1, *(1,) * (input.dim() - 2))

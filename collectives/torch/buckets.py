@@ -2,8 +2,8 @@
 
     GroupedBucket     large gradients, combined in place by a grouped operation; on one host they are moved into memory
                       that its ranks map (`collectives.torch.gradient_memory`)
-    PackedBucket      small gradients, for which Python costs more than bytes: one call of torch copies them into one
-                      tensor, and one copies the results back
+    PackedBucket      small gradients, copied into one tensor by one call of torch, and the results back by another:
+                      that takes less time than a call for each
     DeferredBucket    tiny gradients, packed likewise, and submitted only when the program waits
     ViewedBucket      gradients that are views of one tensor: autograd adds to it, the engine combines it, no copies
     SparseBucket      one sparse gradient, gathered
@@ -11,8 +11,8 @@
 Hooks of the parameters submit a bucket once all of its gradients are complete, during the backward pass; or gather it,
 where all buckets leave when the program waits (`collectives.torch.holding_back`).
 
-A bucket is laid out for the dtypes, shapes and devices that its gradients have when it takes them, and anew when these
-have changed: by ``model.double()``, ``grad_dtype``, a resized parameter.
+A bucket is laid out for the dtypes, shapes and devices of its gradients, and again when these have changed: by
+``model.double()``, ``grad_dtype``, a resized parameter.
 
 The memory of a gradient in flight belongs to the engine. Reading it through its parameter waits for it
 (`collectives.torch.guard`). A change through a tensor kept from an earlier step is refused afterwards: torch's version
@@ -57,18 +57,18 @@ class GradientBucket:
 
     Args:
         slots: of their parameters.
-        options: how they are combined; ``name`` goes before the names of all operations.
+        options: how they are combined; ``name`` is the prefix of all operations' names.
 
     Attributes:
         name: of the operation.
         deferred: submitted in `synchronize`, and not in the backward pass.
         may_wait: its gradients may be gathered before they are submitted: they are in host memory.
-        gathered: its gradients belong to the engine, and have not been submitted.
+        gathered: its gradients must not be changed any more, and have not been submitted.
         pending: the number of gradients that are not complete yet.
         missing: slots without a gradient on this rank; zeros stand in for it.
         handle: of the operation in flight, or None.
         layout: dtype, shape and device of each gradient.
-        fingerprint: of what must be alike on all ranks.
+        fingerprint: a checksum of `describe`.
     """
 
     deferred = False
@@ -109,14 +109,14 @@ class GradientBucket:
         self.fingerprint = zlib.crc32(repr(self.describe()).encode())
 
     def describe(self) -> list[str]:
-        """What must be alike on all ranks, of each gradient: not its device, nor its strides where it is copied."""
+        """The properties of each gradient that must be equal on all ranks; strides only where it is not copied."""
         return [
             f"{slot.name!r}, of {dtype} and shape {tuple(shape)}, combined as {self.name!r}"
             for slot, (dtype, shape, _) in zip(self.slots, self.layout, strict=True)
         ]
 
     def refit(self) -> list[Any]:
-        """Lay out anew if the gradients that the parameters have, or would get, are not what the bucket is for.
+        """Lay out again if the parameters' gradients, present or future, do not have the bucket's layout.
 
         Returns:
             The gradients, None where there is none.
@@ -170,14 +170,14 @@ class GradientBucket:
                 raise refusal
 
     def pack(self, gradients: list[Any]) -> None:
-        """Copy the gradients to where they are combined, if that is elsewhere."""
+        """Copy the gradients into the memory in which they are combined, if that is not their own."""
 
     def begin(self, gradients: list[Any]) -> Any:
         """Submit an operation that combines the gradients."""
         raise NotImplementedError
 
     def unpack(self, gradients: list[Any]) -> None:
-        """Copy the results into the gradients, if they are elsewhere."""
+        """Copy the results into the gradients, if they are in other memory."""
 
     def _look_for_changes(self) -> InvalidArgumentError | None:
         for slot, grad, version, address in zip(
@@ -224,7 +224,7 @@ class GroupedBucket(GradientBucket):
 
 
 class PackedBucket(GradientBucket):
-    """Small gradients, copied into one tensor and back: one for each dtype and device, should these have parted."""
+    """Small gradients, copied into one tensor for each dtype and device, and back."""
 
     def lay_out(self, layout: Layout) -> None:
         alike: dict[Any, list[int]] = {}

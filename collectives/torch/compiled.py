@@ -1,29 +1,28 @@
 """Collectives inside ``torch.compile``: opaque custom operators, with shapes for the tracer and adjoints for autograd.
 
-A compiler sees ``torch.ops.collectives.allreduce(x, "average", ...) -> Tensor`` and looks no further: when the compiled
-code runs, the operator is a blocking call of the engine. The public functions come here while
+To the compiler ``torch.ops.collectives.allreduce(x, "average", ...) -> Tensor`` is opaque: when the compiled code runs,
+the operator is a blocking call of the engine. The public functions call this module while
 ``torch.compiler.is_compiling()``; a model compiles as one graph (``fullgraph=True``), trains, and is compiled again for
 other shapes, and when the world has another size or this rank another number.
 
     allreduce, broadcast    the input's shape
     reducescatter           this rank's share of the rows
-    allgather, alltoall     rows that only the run determines; a program that knows more may tell the compiler:
+    allgather, alltoall     rows that are unknown until the program runs; it may state more:
                             ``torch._check(gathered.shape[0] == 2 * x.shape[0])``
     allreduce_, ...         the operator, and a copy into the tensor
 
-**Nothing may be dropped or change places.** If the compiler of one rank left out an operation because nobody there
-reads its result, or moved it because the shapes are different there, the other ranks would wait for it. The operators
-therefore have an ordered effect: the graph hands a token from one to the next, in the order of the program in forward
-and of autograd in backward, and returns the last one. They are matched by order of call, as in eager mode; names made
-up while tracing would not do, because one rank may be compiled again when the others are not.
+**Operations must not be removed or reordered.** If the compiler of one rank removed an operation whose result is unused
+there, or moved it because the shapes differ there, the other ranks would wait for it. The operators therefore have an
+ordered effect: the graph passes a token from one to the next, in the order of the program in forward and of autograd in
+backward, and returns the last one. They are matched by order of call, as in eager mode, not by names made while
+tracing, because one rank may be compiled again when the others are not.
 
 Older torch has no such effects in backward. There the operators are marked as impure, which keeps them in the graph;
-but Inductor still drops one whose result nobody uses, and may exchange independent ones, so that every rank must use
-the results alike. It also wants ``torch._dynamo.config.capture_dynamic_output_shape_ops = True`` for allgather and
-alltoall.
+but Inductor still removes one whose result is unused, and may reorder independent ones, so that every rank must use the
+same results. It also needs ``torch._dynamo.config.capture_dynamic_output_shape_ops = True`` for allgather and alltoall.
 
-An effect happens once: torch refuses to compile a region under activation checkpointing that holds a collective, since
-backward would run it again. Keep such a region out of the graph with ``torch.compiler.disable``.
+Torch refuses to compile a region under activation checkpointing that contains a collective, since backward would run it
+again. Keep such a region out of the graph with ``torch.compiler.disable``.
 
 The adjoints are those of `collectives.frontends.adjoints`, and are operators too, because backward is compiled as well.
 In a compiled backward pass all of them run, with gradients of zeros where an output was not used.
@@ -68,7 +67,7 @@ def allreduce(
 
     Args:
         tensor: any shape, dtype and strides that the engine takes. Left unchanged.
-        op, name, prescale, postscale: as there, except that ``op`` says all: there is no ``average``.
+        op, name, prescale, postscale: as there; there is no ``average``.
         compressor: None, a built-in one, or any other whose methods can be traced.
         process_set: the ranks that take part, or their set's number.
         choices: further keywords of the call.
@@ -160,8 +159,7 @@ def stored(tensor: Any, result: Any) -> Any:
 
 
 def untraced(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """A function that a compiler calls and does not look into: what begins or awaits an operation is no part of a
-    graph.
+    """Exclude a function from compiled graphs, because it begins or awaits an operation.
 
     The graph ends before it, and another begins after it; with ``fullgraph=True`` that is an error.
     """
@@ -197,7 +195,7 @@ def _where(process_set: ProcessSet | int, choices: Choices) -> tuple[int, str | 
 
 
 # ---- autograd
-# In each pair the first notes what the second needs; the gradients of arguments that are no tensors are None.
+# In each pair the first stores what the second needs; arguments that are not tensors have None as gradient.
 
 
 def _note_reduction(ctx: Any, inputs: Any, output: Any) -> None:
@@ -272,11 +270,11 @@ def _with_rows(x: Any, rows: Any) -> Any:
 def _define(
     schema: str, run: Callable[..., Any], shape: Callable[..., Any], note: Any = None, back: Any = None
 ) -> None:
-    """Make an operator known to torch.
+    """Register an operator with torch.
 
     Args:
         schema: its name and signature.
-        run: what it does.
+        run: the implementation.
         shape: the same arguments to empty results.
         note, back: its autograd.
     """

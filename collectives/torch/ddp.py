@@ -6,13 +6,13 @@ engine moves the bytes.
     # or with settings:
     model.register_comm_hook(hvd.ddp.AllreduceState(compression=hvd.Compression.bf16), hvd.ddp.allreduce_hook)
 
-Torch calls the hook as soon as the gradients of a bucket are there. The all-reduce begins in the background while
-backward goes on, and completes a future. At the end of backward torch would sleep until the futures are done: before
-that, the hook has this thread wait for the operations itself, so that it drives the engine
-(`collectives.engine.progress`), and raises what went wrong as the error that it is.
+Torch calls the hook as soon as the gradients of a bucket are complete. The all-reduce runs in the background during the
+backward pass, and completes a future. At the end of the backward pass torch would sleep until the futures are done.
+Before that, a callback has this thread wait for the operations, so that it drives the engine
+(`collectives.engine.progress`) and raises their errors with their own types.
 
-Only gradients go this way. What else ``DistributedDataParallel`` says to its peers (parameters at the start, buffers,
-which parameters were used) goes through its process group.
+All other communication of ``DistributedDataParallel`` (parameters at the start, buffers, which parameters were used)
+goes through its process group.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import global_process_set, world_of
 
 _numbers: WeakKeyDictionary[ProcessSet, Iterator[int]] = WeakKeyDictionary()
-"""Of the states of each process set: whose ranks count the same ones."""
+"""The numbers of the states of each process set, equal on its ranks."""
 
 
 @dataclass
 class AllreduceState:
-    """How a model's gradients are combined; every rank of the process set makes the same ones, in the same order.
+    """How a model's gradients are combined; every rank of the process set creates the same states in the same order.
 
     Args:
         op: Average, as ``DistributedDataParallel`` has it, Sum, Adasum, ...
-        compression: of the gradients on their way.
+        compression: as for `collectives.torch.allreduce`.
         prescale_factor, postscale_factor: multiply them before and after.
         process_set: the ranks of the model's process group.
         name: of the model, for messages and the timeline. Several models whose gradients may be in flight at once need
@@ -100,4 +100,4 @@ def allreduce_hook(state: AllreduceState | None, bucket: Any) -> Any:
     return result
 
 
-allreduce_hook.__annotations__.clear()  # torch wants its own classes there, or nothing; these are text
+allreduce_hook.__annotations__.clear()  # torch accepts its own classes there, or nothing; these are strings

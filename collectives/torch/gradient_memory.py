@@ -1,4 +1,4 @@
-"""Gradients in memory that the other ranks of a host map, so that they are combined where they lie.
+"""Gradients in memory that the other ranks of a host map, so that they are combined in place.
 
 Autograd allocates gradients anew in each step, in private memory. As soon as it has completed one, the values are
 copied into the arena, and the gradient gets that memory: it remains the same tensor object, with a storage of its own
@@ -9,9 +9,10 @@ size. The copy reads what is still in the processor's caches, and the next gradi
     all-reduce   reads and writes the ranks' gradients where they lie
     zero_grad    drops the tensor; the place is free for the next step's gradient
 
-This shows in nothing but time. A gradient that anything beside its parameter holds (the tensor, a view of it, an array,
-its storage) stays where it is. If an earlier step's gradient is still held, or another process may hold it (a forked
-child, or one that got it through torch's shared memory), the new one gets a new place.
+The program can observe nothing but the time. A gradient that anything besides its parameter refers to (the tensor, a
+view of it, an array, its storage) stays where it is. If an earlier step's gradient is still referred to, or another
+process may use it (a forked child, or one that received it through torch's shared memory), the next one gets a new
+place.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Holders = tuple[int, ...]
 
 
 class GradientPlace:
-    """The place in the arena of one parameter's gradients, of one after the other."""
+    """The place in the arena of one parameter's gradients, step after step."""
 
     __slots__ = ("_address", "_forks", "_param", "_refused", "_storage", "_tensor")
 
@@ -39,12 +40,12 @@ class GradientPlace:
         self._param = param
         self._refused = False
         self._tensor: Any = None
-        """A tensor that lies there, and is known here alone."""
+        """A tensor at that place, to which nothing else refers."""
         self._storage: Any = None
         self._address = self._forks = -1
 
     def move(self) -> None:
-        """Move the parameter's gradient here, unless the program could tell."""
+        """Move the parameter's gradient here, unless the program could observe it."""
         if self._refused or self.holds_gradient() or holders_of_gradient(self._param) != _ALONE:
             return
         grad, place = grad_of(self._param), self._tensor
@@ -70,7 +71,7 @@ class GradientPlace:
         grad.data = place
 
     def renew(self, tensor: Any) -> None:
-        """Have the next gradient lie where ``tensor`` does, which nothing else refers to."""
+        """Use the memory of ``tensor``, to which nothing else refers, for the next gradient."""
         self._tensor, self._storage, self._address = tensor, tensor.untyped_storage(), tensor.data_ptr()
         self._forks = arena.forks
 

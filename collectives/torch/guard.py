@@ -3,15 +3,14 @@
 From the backward pass to ``synchronize()`` a gradient belongs to the engine, which reads and writes its memory. What
 torch's recipes do between ``backward()`` and ``step()`` (clipping, ``GradScaler``, a logged norm) begins with
 ``parameter.grad``. While gradients are in flight, the parameters are therefore of a subclass of their class, in which
-``grad`` is a property that waits for all of them first. At any other time they are what they were: nothing is slower,
-and no type differs.
+``grad`` is a property that waits for all of them first. At any other time they have their own classes and cost nothing.
 
     backward       the first gradient is complete        -> arm      the parameters change their class, 0.05 µs each
     p.grad         read or set by the program            -> join     all gradients are combined on this rank
     synchronize    or step(), or the join                -> disarm
 
-During a backward pass nothing can be waited for. Its own thread may see what has not left yet, as hooks do, and is
-refused what has; other threads are refused all of it.
+During a backward pass a read cannot wait. The thread that runs it may read gradients that were not submitted, as hooks
+do; all other reads are refused.
 
 Waiting at the end of the backward pass instead, as DistributedDataParallel does, would deadlock programs in which a
 rank contributes to a bucket only in its ``step()``, because it has not used some parameter, and calls another
@@ -40,8 +39,7 @@ def graph_task() -> int:
 
 
 def in_backward_elsewhere(thread: int) -> bool:
-    """Whether a thread is another than this one, and runs a backward pass. Those of autograd's for GPUs cannot be
-    told."""
+    """Whether another thread runs a backward pass; autograd's threads for GPUs cannot be recognized."""
     if thread == threading.get_ident():
         return False
     frame: FrameType | None = sys._current_frames().get(thread)
@@ -55,7 +53,7 @@ class Guard:
 
     Args:
         join: a method that combines all gradients, and disarms. Its object is not kept alive.
-        refuse: a method of the same object that raises if the gradient of a parameter has left.
+        refuse: a method of the same object that raises if the gradient of a parameter was submitted.
     """
 
     def __init__(self, join: Callable[[], object], refuse: Callable[[Any], object]) -> None:
@@ -96,17 +94,17 @@ def _guarded(
     grad: Any = own.grad  # type: ignore[attr-defined]
 
     def join(param: Any) -> None:
-        there = combine()
-        if there is not None:
-            there()
+        combine_all = combine()
+        if combine_all is not None:
+            combine_all()
         if type(param) is guarded:  # the optimizer is gone
             param.__class__ = own
 
     def look(param: Any) -> None:
         if graph_task() == -1:
             join(param)
-        elif (there := refuse()) is not None:
-            there(param)
+        elif (refuse_submitted := refuse()) is not None:
+            refuse_submitted(param)
 
     def read(param: Any) -> Any:
         look(param)

@@ -1,5 +1,4 @@
-"""Handles whose result is made of the results of others: what torch's habits ask for beyond what the engine gives
-back."""
+"""Handles whose results are computed from those of the engine's handles."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ from collectives.torch.compiled import untraced
 
 
 class Derived(Generic[Result]):
-    """Operations in flight, and what is made of their results once they are complete.
+    """Operations in flight, and the function of their results.
 
     `synchronize` and `poll` take it as any handle. It can also be called, as the handles of Horovod's
     ``sparse_allreduce_async`` are.
 
     Args:
         handles: of the operations.
-        make: turns their results, in order, into this one's; called once, by the thread that asks first.
+        make: computes the result from theirs, in order; called once.
     """
 
     def __init__(self, handles: Sequence[Handle], make: Callable[..., Any]) -> None:

@@ -1,9 +1,9 @@
 """Whether complete buckets wait for the end of the backward pass.
 
-While the backward pass runs, another thread combines the buckets that have left. Where a rank has a single core, that
-thread takes the core from the backward pass, and on one host there is no network to wait for: nothing is hidden, and
-every round costs two changes of threads. There hooks move large gradients into the arena, and pack small ones, and all
-buckets leave when the backward pass is over.
+During the backward pass a background thread combines the buckets that were submitted. If a rank has a single core, the
+two threads take turns on it, and on one host there is no network latency to hide: every round only costs two context
+switches. There, hooks move large gradients into the arena and pack small ones, and all buckets are submitted after the
+backward pass.
 """
 
 from __future__ import annotations

@@ -33,14 +33,14 @@ def empty(
         size: the dimensions, each by itself or as one sequence.
         dtype: torch's default dtype if it is None; any of torch's, bfloat16 included.
         device: the CPU, which is also the default, whatever torch's default device is.
-        requires_grad: whether autograd shall record operations on it.
+        requires_grad: whether autograd records operations on it.
 
     Returns:
-        A contiguous ``torch.Tensor``, aligned to 64 bytes. Its storage cannot grow.
+        A contiguous ``torch.Tensor``, aligned to 64 bytes, whose storage cannot be resized.
 
     Raises:
         InvalidArgumentError: a negative dimension, or a device that is not the CPU.
-        InvalidTypeError: dimensions that are no ints, or a dtype that is not torch's.
+        InvalidTypeError: dimensions that are not ints, or a dtype that is not torch's.
         RuntimeError: as of torch: a gradient of a dtype that has none.
         MemoryError, ValueError: as of NumPy: no memory, or no address for so much.
     """
@@ -102,7 +102,7 @@ def _allocate(shape: tuple[int, ...], dtype: Any, requires_grad: bool, *, zero: 
 
 def over(memory: npt.NDArray[np.uint8], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor whose storage is this array of bytes."""
-    # Not a view of the tensor of bytes: autograd treats views in a way of its own.
+    # Not a view of the tensor of bytes, because autograd treats views differently.
     storage = torch.from_numpy(memory).untyped_storage()
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape))  # type: ignore[call-overload]
 

@@ -1,6 +1,6 @@
 """All-gather, broadcast, all-to-all, join and barrier with Horovod's names and order of arguments.
 
-Arguments, results and gradients as `collectives.torch.reductions` states them.
+Arguments, results and gradients are as `collectives.torch.reductions` states.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def allgather(
     process_set: ProcessSet = global_process_set,
     **choices: Unpack[Choices],
 ) -> Tensor:
-    """Put the ranks' tensors one below the other, in rank order, on every rank. Differentiable.
+    """Concatenate the ranks' tensors along the first dimension, in rank order, on every rank. Differentiable.
 
     Its gradient, for a loss that is the sum of the ranks' losses: this rank's rows of the sum of the outputs'
     gradients.
@@ -93,8 +93,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
     **choices: Unpack[Choices],
 ) -> list[Tensor]:
-    """`allgather` of several tensors that complete together; the results in order. Differentiable, as `allgather` of
-    each."""
+    """`allgather` of several tensors as one grouped operation; the results in order. Differentiable."""
     if is_compiling():
         return [allgather(tensor, name and f"{name}.{i}", process_set, **choices) for i, tensor in enumerate(tensors)]
     return _grouped_allgather(tensors, name, process_set, choices)
@@ -140,8 +139,7 @@ def broadcast(
 
     Args:
         tensor: of equal shape and dtype on every rank; its elements matter on the root only. Left unchanged.
-        root_rank: the rank whose tensor it is, by its number among all ranks, also in a process set; equal on every
-            rank.
+        root_rank: the root, by its number among all ranks, also in a process set.
         name, process_set: as for `allreduce`.
 
     Returns:
@@ -167,7 +165,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
     **choices: Unpack[Choices],
 ) -> Tensor:
-    """`broadcast` in place, also of a leaf that requires grad; returns the very tensor. Not differentiable."""
+    """`broadcast` in place, also of a leaf that requires grad; returns the same tensor object. Not differentiable."""
     if is_compiling():
         return compiled.stored(tensor, broadcast(tensor, root_rank, name, process_set, **choices))
     root = root_in(process_set, root_rank, name)
@@ -197,7 +195,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
     **choices: Unpack[Choices],
 ) -> Handle[Tensor]:
-    """Begin a `broadcast_` and return a handle at once. The tensor must be left alone until the operation is done."""
+    """Begin a `broadcast_` and return a handle at once. The tensor must not be used until the operation is done."""
     root = root_in(process_set, root_rank, name)
     handle = world_of(process_set).broadcast_async_(tensor, root, **world_options(choices, name))
     written(tensor)
@@ -238,8 +236,8 @@ def alltoall(
     """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order.
     Differentiable.
 
-    Its gradient, for a loss that is the sum of the ranks' losses: the outputs' gradients, sent back to where the rows
-    came from.
+    Its gradient, for a loss that is the sum of the ranks' losses: the outputs' gradients, returned to the ranks of the
+    rows.
 
     Args:
         tensor: of shape ``(rows, ...)``; ranks may differ in ``rows``. Left unchanged.
@@ -279,7 +277,7 @@ def alltoall_async(
 ) -> Derived:
     """Begin an `alltoall` and return a handle at once. Not differentiable.
 
-    Its result is always a pair, of the rows received and how many came from each rank, as in Horovod.
+    Its result is always the pair of the rows received and the number from each rank, as in Horovod.
     """
     world = world_of(process_set)
     handle = world.alltoall_async(tensor, _counts(splits, tensor, world.size), **world_options(choices, name))
@@ -291,10 +289,11 @@ def alltoall_async(
 
 @untraced
 def join(device: int = -1, *, process_set: ProcessSet = global_process_set) -> int:
-    """Say that this rank has run out of data, and help the others until all have: see `collectives.join`.
+    """Declare that this rank has no more data, and take part in the others' operations until all have joined; see
+    `collectives.join`.
 
     Args:
-        device: of Horovod's interface; the elements that this rank contributes are made where the others' tensors are.
+        device: part of Horovod's interface; has no effect.
 
     Returns:
         The last rank to join; of several at once, the highest.
@@ -312,7 +311,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _counts(splits: Any, tensor: Any, size: int) -> Any:
-    """The splits as the engine takes them, so that it tells of the rows received; None only where it is to refuse."""
+    """The splits for the engine, which returns the numbers of rows received only with splits; None: it will refuse."""
     if splits is None:
         rows = tensor.shape[0] if getattr(tensor, "shape", ()) else 1
         return None if rows % size else [rows // size] * size
@@ -320,7 +319,7 @@ def _counts(splits: Any, tensor: Any, size: int) -> Any:
 
 
 def _received(counts: Any, splits: Any) -> Any:
-    """How many rows came from each rank, as the caller's splits are."""
+    """The numbers of rows from each rank, in the dtype and on the device of the caller's splits."""
     like = (
         {"dtype": splits.dtype, "device": splits.device} if isinstance(splits, torch.Tensor) else {"dtype": torch.int32}
     )

@@ -29,7 +29,7 @@ from collectives.worlds.world import World
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 _made: weakref.WeakKeyDictionary[World, Counter[int]] = weakref.WeakKeyDictionary()
-"""How many optimizers were made for parameters of these names: a GAN's two may both have theirs in flight."""
+"""The number of optimizers made for parameters of the same names: the gradients of several may be in flight."""
 _making = threading.Lock()
 
 
@@ -49,10 +49,10 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """Wrap an optimizer, so that it applies the gradients of all ranks.
 
-    A gradient leaves for the other ranks as soon as the backward pass has finished it, or after the pass with all
-    others where the ranks of one host have one core each, and would gain nothing. ``step()`` waits for all of them, and
-    so does whoever reads or sets ``parameter.grad`` before that: what follows ``backward()`` sees the gradients of all
-    ranks, as clipping and ``GradScaler`` do. It may be said explicitly, as Horovod wants it::
+    Gradients are submitted in buckets as soon as the backward pass has completed them, or after the pass where the
+    ranks of one host have one core each. ``step()`` waits for all of them, and so does reading or setting
+    ``parameter.grad`` before that: code between ``backward()`` and ``step()``, such as clipping and ``GradScaler``,
+    uses the gradients of all ranks. As in Horovod, it may also wait explicitly::
 
         loss.backward()
         optimizer.synchronize()
@@ -60,11 +60,9 @@ def DistributedOptimizer(
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    All ranks should read gradients, or none. Gradients that were changed on their way through a tensor kept from before
-    are refused.
-
-    An optimizer of parameters that another one has takes over: the earlier one combines nothing as long as the newer
-    lives, and refuses to step.
+    All ranks should read gradients, or none. A change of a gradient in flight through a tensor kept from before is
+    refused. An optimizer takes over parameters of an earlier one, which combines nothing as long as the newer one
+    exists, and refuses to step.
 
     Parameters that no rank has used in a step keep ``grad = None``; those that some rank has used get the combined
     gradient everywhere. Frozen parameters may be unfrozen later, and ``add_param_group`` may bring new ones.
@@ -76,15 +74,15 @@ def DistributedOptimizer(
         optimizer: a ``torch.optim.Optimizer``; the result shares its state and groups and is of a subclass of its type.
         named_parameters: as of ``model.named_parameters()``; all of the optimizer's parameters. By default they are
             numbered.
-        compression: `Compression.none`, ``fp16``, ``bf16``, or an own class with ``compress`` and ``decompress``.
-        backward_passes_per_step: backward passes over which gradients add up on the rank before they are combined.
-        op: `Average`, `Sum`, `Min`, `Max`, `Product`; or `Adasum`, which combines what the optimizer did to the
-            parameters on each rank instead (see `AdasumSteps`).
+        compression: `Compression.none`, ``fp16``, ``bf16``, or a class with ``compress`` and ``decompress``.
+        backward_passes_per_step: backward passes whose gradients are summed on the rank before they are combined.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product`; or `Adasum`, which combines the ranks' changes of the
+            parameters instead (see `AdasumSteps`).
         gradient_predivide_factor: f divides by f before the sum and by size/f afterwards; for Average only.
         num_groups: Horovod's older name of ``groups``.
         groups: gradients that are combined together: a number of lists of about equal length, or the lists of
             parameters themselves. By default they share buckets of up to 16 MiB, from the last parameter to the first.
-        sparse_as_dense: sparse gradients become dense in order to travel; by default indices and values are gathered.
+        sparse_as_dense: convert sparse gradients to dense; by default indices and values are gathered.
         process_set: the ranks that train together; the others step on their own.
         gradient_as_bucket_view: gradients live in their buckets, all of them dense, so that nothing is copied:
             ``zero_grad()`` then leaves zeros in place of None. By default small gradients are copied to a bucket and
@@ -95,7 +93,7 @@ def DistributedOptimizer(
         The optimizer, with ``synchronize()``, ``skip_synchronize()`` and ``set_backward_passes_per_step(passes)``.
 
     Raises:
-        ValueError: names are missing or duplicate, ``groups`` or ``backward_passes_per_step`` makes no sense, a factor
+        ValueError: names are missing or duplicate, ``groups`` or ``backward_passes_per_step`` is invalid, a factor
             without Average, or it is wrapped already.
         InvalidTypeError: ``compression`` is no compressor; or a parameter is a DTensor, on the meta device, or of a
             lazy module.
@@ -149,7 +147,7 @@ def DistributedOptimizer(
 
 
 class GradientSteps:
-    """What is put before an optimizer's class."""
+    """Precedes the optimizer's own class among the bases of a wrapped optimizer."""
 
     backward_passes_per_step: int
     param_groups: list[dict[str, Any]]
@@ -183,7 +181,7 @@ class GradientSteps:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it ``step()`` does not synchronize, because that has been done."""
+        """A context in which ``step()`` does not synchronize, because that has been done."""
         self._should_synchronize = False
         try:
             yield
@@ -191,14 +189,14 @@ class GradientSteps:
             self._should_synchronize = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on gradients are combined after so many backward passes."""
+        """Set the number of backward passes after which gradients are combined."""
         self.backward_passes_per_step = passes
         if self._reducer is not None:
             self._reducer.wait_for(passes)
 
     @untraced
     def step(self, closure: Any = None, *arguments: Any, **keywords: Any) -> Any:
-        """Combine the gradients, and apply them; as the optimizer's own ``step``, which gets every further argument."""
+        """Combine the gradients, and call the optimizer's own ``step`` with the same arguments."""
         if self._should_synchronize and self._synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -229,7 +227,7 @@ class GradientSteps:
         """As ``torch.optim.Optimizer.zero_grad``.
 
         Raises:
-            AssertionError: gradients are on their way.
+            AssertionError: gradients are in flight.
         """
         if self._reducer is not None and self._reducer.begun:
             raise AssertionError(
@@ -245,7 +243,7 @@ class GradientSteps:
                 self._reducer.reset_views()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As ``torch.optim.Optimizer.load_state_dict``; gradients on their way are waited for and given up."""
+        """As ``torch.optim.Optimizer.load_state_dict``; gradients in flight are waited for and dropped."""
         if self._reducer is not None:
             self._reducer.drop()
         self._synchronized = False
@@ -253,7 +251,7 @@ class GradientSteps:
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.add_param_group``; the new parameters are trained over all ranks, too."""
+        """As ``torch.optim.Optimizer.add_param_group``; the new parameters' gradients are combined, too."""
         super().add_param_group(param_group)  # type: ignore[misc]
         number = len(self.param_groups) - 1
         named = _numbered(number, self.param_groups[number]["params"])
@@ -316,8 +314,8 @@ def _named(optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None) -
 
 
 def _label(named: list[tuple[str, Any]], process_set: ProcessSet) -> str:
-    """What the names of an optimizer's operations begin with: another one's is different, and it is alike on all ranks,
-    though other threads may make optimizers of other names meanwhile."""
+    """The prefix of an optimizer's operations: unique, and equal on all ranks, also if other threads make optimizers of
+    other names meanwhile."""
     names = sorted(name for name, _ in named)
     fingerprint = zlib.crc32(repr(names).encode())
     with _making:

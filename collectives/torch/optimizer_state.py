@@ -1,8 +1,7 @@
-"""The state of an optimizer on every rank as one rank has it.
+"""Broadcast of an optimizer's state.
 
-It travels as the root's own objects, pickled, with the tensors left out, wherever in them they are; then the tensors
-themselves, into those of the other ranks. So it may have any structure, nobody has to make state by a step beforehand,
-and numbers keep their types.
+The root sends its objects pickled, without the tensors in them, and then the tensors, into those of the other ranks. So
+the state may have any structure, no rank needs to take a step beforehand to create it, and numbers keep their types.
 """
 
 from __future__ import annotations
@@ -28,26 +27,25 @@ from collectives.worlds.runtime import global_process_set
 def broadcast_optimizer_state(
     optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give every rank the root's optimizer state: what it keeps for each parameter, and the options of its parameter
-    groups.
+    """Copy the root's optimizer state to every rank: that of each parameter, and the options of the parameter groups.
 
     No optimizer takes a step, and parameters and gradients stay as they are; but with ``COLLECTIVES_GRADIENTS=horovod``
     an optimizer without state gives parameters that require gradients and have none a gradient of zeros, as Horovod
-    does. A rank that has no state yet, or another one, gets the root's: numbers, None and other (picklable) objects in
-    their own types, tensors in place where this rank has one that fits, else as new ones, each on the CPU if it is
-    there on the root, else on the device of its parameter. Options that only this rank has stay.
+    does. Numbers, None and other picklable objects keep their types. Tensors are written in place if this rank has one
+    of the same shape, dtype and device, else created: on the CPU if the root's is there, else on the device of the
+    parameter. Options that only this rank has stay.
 
     Args:
         optimizer: of any kind (`torch.optim`'s, `DistributedOptimizer`, others with ``param_groups`` and ``state``); of
             the same class, with the same groups of parameters, on every rank.
-        root_rank: the rank whose state it is, by its number among all ranks.
-        model: where gradients of zeros are made, those of its sparse embeddings are sparse; else not needed.
+        root_rank: the root, by its number among all ranks.
+        model: its sparse embeddings get sparse gradients of zeros; otherwise not needed.
         process_set: the ranks that take part.
 
     Raises:
-        InvalidTypeError: not an optimizer; or the root's state holds what cannot be pickled, or a sparse tensor.
-        MismatchError: the ranks' optimizers or roots differ; raised on every rank, and names the first difference.
-            Nothing was touched.
+        InvalidTypeError: not an optimizer; or the root's state contains a sparse tensor, or cannot be pickled.
+        MismatchError: the ranks' optimizers or roots differ; raised on every rank before anything is changed, and
+            names the first difference.
     """
     label = "broadcast_optimizer_state"
     world, root, _ = agreed_root(label, root_rank, process_set, lambda: (None, _layout(optimizer)))
@@ -67,7 +65,7 @@ def broadcast_optimizer_state(
         if world.rank != root:
             state, tensors = _put_together(received.tobytes(), optimizer)
         places = {name: describe(name, tensor) for name, tensor in tensors.items()}
-    agree(world, label, places)  # every rank has its tensors, and knows by what names they travel
+    agree(world, label, places)  # the next operations are broadcasts of these tensors by these names
     move(world, label, root, tensors)
     if world.rank != root:
         state.store(optimizer)
@@ -89,10 +87,10 @@ def _make_gradients(optimizer: Any, model: Any) -> None:
 
 
 class _TensorPlace(NamedTuple):
-    """What the other ranks are told of a tensor of the root's.
+    """The description of one of the root's tensors, in place of it in the pickled state.
 
     Attributes:
-        beside: the number of a parameter on whose device it lies: its own, if it lies there; None: no parameter's.
+        beside: the number of a parameter on the same device, its own if possible; None: there is none.
     """
 
     name: str
@@ -103,7 +101,7 @@ class _TensorPlace(NamedTuple):
 
 
 class _OptimizerState(NamedTuple):
-    """An optimizer but for its parameters, for which their numbers stand."""
+    """An optimizer's state, with numbers in place of parameters."""
 
     options: list[dict[str, Any]]
     of_parameters: dict[int, Any]
@@ -132,7 +130,7 @@ class _OptimizerState(NamedTuple):
         optimizer.state.update(self.other)
 
     def tensors(self) -> Tensors:
-        """Those that are an option, or a parameter's state, by name: not those inside of lists and the like."""
+        """The tensors that are an option or an entry of a parameter's state, by name; not those nested deeper."""
         owners = {f"param_groups[{number}]": options for number, options in enumerate(self.options)}
         owners |= {
             f"state[{number}]": values for number, values in self.of_parameters.items() if isinstance(values, dict)
@@ -142,7 +140,7 @@ class _OptimizerState(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out, wherever they are."""
+    """Replaces tensors by their descriptions."""
 
     def __init__(self, file: io.BytesIO, place_of: Callable[[Any], _TensorPlace]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -166,7 +164,7 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _layout(optimizer: Any) -> dict[str, str]:
-    """What must be alike on every rank."""
+    """Descriptions that must be equal on every rank."""
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
         raise InvalidTypeError(
             f"optimizer: expected an optimizer with param_groups and state, got {detection.describe(optimizer)}"
@@ -184,7 +182,7 @@ def _layout(optimizer: Any) -> dict[str, str]:
 
 
 def _take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
-    """The root's state as bytes, and the tensors in it, which are left out there."""
+    """The root's pickled state, and the tensors in it."""
     state, parameters = _OptimizerState.of(optimizer), _parameters(optimizer)
     names = {id(tensor): name for name, tensor in state.tensors().items()}
     owners = {
@@ -213,7 +211,7 @@ def _take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
 
 
 def _put_together(data: bytes, optimizer: Any) -> tuple[_OptimizerState, Tensors]:
-    """The root's state with tensors of this rank, and these tensors, which are to be filled."""
+    """The root's state with tensors of this rank, and these tensors, still to be filled."""
     parameters, own_tensors = _parameters(optimizer), _OptimizerState.of(optimizer).tensors()
     tensors: Tensors = {}
     taken: set[int] = set()
@@ -230,7 +228,7 @@ def _put_together(data: bytes, optimizer: Any) -> tuple[_OptimizerState, Tensors
             )
             if (
                 not fits or id(tensor) in taken
-            ):  # one tensor here may stand for two of the root's, as a shared learning rate does
+            ):  # a tensor that is used twice here, such as a shared learning rate, may be two tensors on the root
                 tensor = _new(place, device, beside)
             taken.add(id(tensor))
             tensors[place.name] = tensor

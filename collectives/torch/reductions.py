@@ -1,8 +1,8 @@
 """All-reduce and reduce-scatter with Horovod's names and order of arguments.
 
-Keywords in `Choices` are ours, and mean the same as for `collectives.allreduce`. Results are new torch tensors of the
-caller's dtype, on its device; functions whose names end in ``_`` return the very tensors they were given. What is no
-torch tensor is treated as in `collectives`. The blocking functions that return new tensors are differentiable, by the
+Keywords in `Choices` are as for `collectives.allreduce`. Results are new torch tensors of the caller's dtype, on its
+device; functions whose names end in ``_`` work in place and return the same tensor objects. Arguments that are not
+torch tensors are treated as in `collectives`. The blocking functions that return new tensors are differentiable, by the
 adjoints of `collectives.frontends.adjoints`.
 """
 
@@ -66,11 +66,11 @@ def allreduce(
     Its gradient, for a loss that is the sum of the ranks' losses: of Sum and Average the all-reduce of the outputs'
     gradients with the same ``op`` and factors; of Min and Max the summed gradient, to the ranks that hold the extreme
     value, evenly; of Product that times the other ranks' elements; of Adasum that of its tree. With compression the
-    gradient travels compressed as well.
+    gradient is sent compressed, too.
 
     Args:
         tensor: of equal shape and dtype on every rank, on the CPU or a GPU, in any memory layout. Left unchanged.
-        average: the older way to say ``op``: True for Average, False for Sum.
+        average: the older form of ``op``: True for Average, False for Sum.
         name: of the operation; None: matched by order of call.
         compression: `Compression.fp16` or ``bf16``, or anything with ``compress`` and ``decompress``, which get and
             return torch tensors.
@@ -128,13 +128,11 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
     **choices: Unpack[Choices],
 ) -> Tensor:
-    """`allreduce` in place: the result replaces the tensor's elements, also a leaf's that requires grad. Not
-    differentiable.
-
-    Autograd notices where it had saved the tensor for a backward pass.
+    """`allreduce` in place, also of a leaf that requires grad. Not differentiable; if autograd has saved the tensor for
+    a backward pass, that pass raises an error.
 
     Returns:
-        The very tensor that was passed. After a mismatch it is unchanged; after a failure in mid-call it is undefined.
+        The same tensor object: unchanged after a mismatch, undefined after a failure in mid-call.
     """
     if is_compiling():
         how = average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
@@ -155,7 +153,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
     **choices: Unpack[Choices],
 ) -> Handle[Tensor]:
-    """Begin an `allreduce_` and return a handle at once. The tensor must be left alone until the operation is done."""
+    """Begin an `allreduce_` and return a handle at once. The tensor must not be used until the operation is done."""
     options = world_options(choices, name, op, prescale_factor, postscale_factor)
     handle = world_of(process_set).allreduce_async_(tensor, average, **options)
     written(tensor)
@@ -174,15 +172,10 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     **choices: Unpack[Choices],
 ) -> list[Tensor]:
-    """`allreduce` of several tensors that are carried out, and complete, together. Differentiable, as `allreduce` of
-    each.
+    """`allreduce` of several tensors as one grouped operation; the results in order. Differentiable.
 
     Args:
-        tensors: a list or tuple; equally many on every rank, each with equal shape and dtype there. dtypes may be
-            mixed.
-
-    Returns:
-        The results in order.
+        tensors: a list or tuple; the same number on every rank, in the same order; dtypes may be mixed.
     """
     if is_compiling():
         how = operation(world_of(process_set), average, op, name), name, prescale_factor, postscale_factor
@@ -224,7 +217,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
     **choices: Unpack[Choices],
 ) -> list[Tensor]:
-    """`grouped_allreduce` in place, as `allreduce_`; returns the very tensors."""
+    """`grouped_allreduce` in place, as `allreduce_`; returns the same tensor objects."""
     if is_compiling():
         how = average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
         results = grouped_allreduce(tensors, *how, **choices)
@@ -273,8 +266,8 @@ def reducescatter(
     Average that divided by the number of ranks, both times the factors; of Min, Max and Product as of `allreduce`.
 
     Args:
-        tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one
-            each.
+        tensor: of shape ``(rows, ...)``, equal on every rank. Rows left over by an even division go to the first
+            ranks, one each.
         op: Average (the default), Sum, Min, Max or Product.
         name, compression, process_set, prescale_factor, postscale_factor: as for `allreduce`.
 
@@ -322,8 +315,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     **choices: Unpack[Choices],
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors that complete together; the results in order. Differentiable, as
-    `reducescatter` of each."""
+    """`reducescatter` of several tensors as one grouped operation; the results in order. Differentiable."""
     if is_compiling():
         how = compression, op, process_set, prescale_factor, postscale_factor
         return [reducescatter(tensor, name and f"{name}.{i}", *how, **choices) for i, tensor in enumerate(tensors)]
@@ -373,7 +365,7 @@ def _compressed(
     tensors: Sequence[Any],
     run: Callable[[DifferentiableCall, Sequence[Any]], list[Any]],
 ) -> list[Any]:
-    """Apply ``run`` to the compressed tensors, and decompress the results; autograd sees what the compressor does."""
+    """Apply ``run`` to the compressed tensors, and decompress the results. Differentiable, compression included."""
     if compression is None or compression is Compression.none:
         return run(call, tensors)
     with call.world.refusing(call.name):

@@ -1,4 +1,4 @@
-"""All-reduce of sparse tensors: the ranks' nonzeros are gathered, and elements that several ranks have add up."""
+"""All-reduce of sparse tensors: the ranks' nonzeros are gathered, and elements of equal indices are added."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def sparse_allreduce_async(
 ) -> Derived:
     """Begin the all-reduce of a sparse tensor, and return at once.
 
-    Each rank sends its nonzeros, coalesced first, so that an element that it has several times travels once; their
-    indices travel as int32 where the shape allows. That is cheaper than a dense all-reduce while all ranks' nonzeros
-    together are few.
+    Each rank coalesces its nonzeros and sends them, with indices as int32 where the shape allows. That is cheaper than
+    a dense all-reduce if all ranks' nonzeros together are few.
 
     Args:
         tensor: in torch's COO layout, hybrid or not, on the CPU or a GPU; of equal shape, dtype and number of sparse
@@ -39,7 +38,7 @@ def sparse_allreduce_async(
 
     Raises:
         InvalidArgumentError (a ValueError): another ``op``. InvalidTypeError: not a COO tensor. MismatchError, by the
-            handle: the ranks' tensors do not go together.
+            handle: the ranks' tensors do not match.
     """
     world = world_of(process_set)
     with world.refusing(name):
@@ -52,7 +51,7 @@ def sparse_allreduce_async(
             )
         shape = tensor.shape
         coalesced = tensor.detach().coalesce()
-        # One row for each nonzero, because what is gathered is put one below the other.
+        # One row for each nonzero, because rows are gathered.
         indices, values = coalesced.indices().t(), coalesced.values()
         if max(shape, default=0) <= _MOST_INT32:
             indices = indices.to(torch.int32)

@@ -1,4 +1,4 @@
-"""The same start on every rank: parameters and objects as one rank has them; `optimizer_state` is built on it."""
+"""Broadcasts of parameters and objects, for an equal initial state on all ranks."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Tensors = dict[str, Any]
 
 @untraced
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Give every rank the root's parameters, in place.
+    """Copy the root's parameters to every rank, in place.
 
     Args:
         params: a ``state_dict()`` or another mapping of names to tensors; or any iterable of tensors or of (name,
             tensor) pairs, such as ``model.named_parameters()``, ``model.parameters()`` or a list of either. Tensors may
-            have any dtype and strides, and may require gradients; None, and what a mapping or a pair holds that is no
-            tensor, is passed over. The same names (or numbers of tensors without names), shapes and dtypes on every
+            have any dtype and strides, and may require gradients; None, and other values of a mapping or pair, are
+            skipped. The same names (or numbers of tensors without names), shapes and dtypes on every
             rank, in any order.
-        root_rank: the rank whose parameters they are, by its number among all ranks.
+        root_rank: the root, by its number among all ranks.
         process_set: the ranks that take part.
 
     Raises:
         InvalidArgumentError: ``params`` is something else, or two tensors have the same name.
         InvalidTypeError: a sparse tensor, or one that is neither on the CPU nor on a GPU.
-        MismatchError: the ranks' parameters or roots differ; raised on every rank, and names the first that does.
-            Nothing was touched.
+        MismatchError: the ranks' parameters or roots differ; raised on every rank before anything is changed, and
+            names the first difference.
     """
     label = "broadcast_parameters"
 
@@ -57,16 +57,16 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
 def broadcast_object(
     obj: Object, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Object:
-    """Give every rank the root's object.
+    """Copy the root's object to every rank.
 
     Args:
-        obj: anything that pickle takes, tensors included; what other ranks pass is ignored.
-        root_rank: the rank whose object it is, by its number among all ranks.
-        name: of the operation; calls without names are matched by their order.
+        obj: an object that pickle supports, tensors included; ignored on other ranks.
+        root_rank: as for `broadcast_parameters`.
+        name: of the operation; unnamed calls are matched by their order.
         process_set: the ranks that take part.
 
     Returns:
-        The object; on the root the very one that was passed.
+        The object; on the root the same object that was passed.
 
     Raises:
         InvalidTypeError: the object cannot be pickled.
@@ -78,11 +78,11 @@ def broadcast_object(
 def allgather_object(
     obj: Object, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Object]:
-    """Give every rank every rank's object, as a list in rank order; arguments and errors as for `broadcast_object`."""
+    """Gather the ranks' objects, as a list in rank order; arguments and errors as for `broadcast_object`."""
     return api.allgather_object(obj, name=name, process_set=process_set)
 
 
-# ---- what the ranks pass
+# ---- arguments
 
 
 def _named(params: Any) -> Tensors:
@@ -121,7 +121,7 @@ def _named(params: Any) -> Tensors:
 
 
 def describe(name: str, tensor: Any) -> str:
-    """What must be alike on every rank.
+    """The properties of a tensor that must be equal on every rank.
 
     Raises:
         InvalidTypeError, InvalidArgumentError: a tensor that cannot be broadcast in place.
@@ -180,7 +180,7 @@ class _Memory:
     """Access to the bytes of torch's tensors (`collectives.frontends.broadcasts.BroadcastMemory`)."""
 
     def whole(self, tensor: Any) -> Any:
-        """The engine has no dtypes of 8 bits with a fraction, and moves their bytes."""
+        """The tensor, or the bytes of a dtype of 8 bits with a fraction, which the engine does not support."""
         fraction = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
         return tensor.detach().view(torch.uint8) if fraction else tensor
 

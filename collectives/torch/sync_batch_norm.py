@@ -1,8 +1,8 @@
 """Batch normalisation over the batches of all ranks, on the CPU and on GPUs.
 
-A rank's batch of a few large images says little about mean and variance; the batches of all ranks together say more.
-The forward pass gathers every rank's mean, deviation and count, and the backward pass sums two numbers per channel;
-`collectives.torch.batch_norm` does the arithmetic between.
+A rank's batch of a few large images gives poor estimates of mean and variance; the batches of all ranks give better
+ones. The forward pass gathers every rank's mean, deviation and count, and the backward pass sums two numbers per
+channel; `collectives.torch.batch_norm` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class SyncBatchNorm(_BatchNorm):
         return normalise(input, self.weight, self.bias, *running, momentum or 0.0, self.eps, world, label)
 
     def _traced(self, input: Any, world: World) -> Any:
-        """The same in a graph: one collective that `torch.compile` knows, and operations through which autograd finds
-        its way."""
+        """The same in a graph: one collective, as an operator for `torch.compile`, and differentiable operations."""
         self._check_input_dim(input)
         running: tuple[Any, Any] = (None, None)
         momentum: Any = self.momentum
@@ -92,7 +91,7 @@ class SyncBatchNorm(_BatchNorm):
             if momentum is None:
                 means: Any = self.running_mean
                 momentum = 1.0 / tracked.to(means.dtype)
-        # Every rank's row by a sum, since a graph wants to know the shape of what is gathered.
+        # Every rank's row by a sum, because a graph needs to know the shape of its result.
         own_row = functional.pad(traced_statistics(input)[None], (0, 0, world.rank, world.size - world.rank - 1))
         rows = compiled.allreduce(own_row, Op.SUM, process_set=0 if self.process_set is None else self.process_set)
         torch._assert_async(

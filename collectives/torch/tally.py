@@ -1,10 +1,11 @@
-"""The tally: eight integers that the ranks sum in every step, to learn what one rank alone cannot know.
+"""The tally: eight integers that the ranks sum in every step, to detect differences between them.
 
-It shows whether any rank has gradients that were not submitted in its backward pass; whether all ranks are in the same
-step, because a rank that has combined its gradients more often (it alone read them between two backward passes) would
-combine them with those of another step; and whether a rank without a backward pass combines gradients in its ``step()``
-while others have read theirs, so that changes such as clipping would not be made there. It shows ranks whose gradients
-are not alike, so that elements would be added to others.
+- A rank has gradients that were not submitted in its backward pass.
+- A rank has combined its gradients more often than another one, as by reading them between two backward passes, so that
+  gradients of different steps would be combined.
+- A rank without a backward pass combines gradients in its ``step()`` while others have read theirs, so that it would
+  not make their changes, such as clipping.
+- The ranks' gradients have different layouts, so that unrelated elements would be added.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ class Tally:
         return bool(sums[1] * sums[7] == sums[6] * sums[6])  # the variance is 0
 
     def check(self, rank: int) -> None:
-        """Raise on all ranks alike if the sums show ranks in different steps.
+        """Raise on all ranks if the sums show ranks in different steps.
 
         Raises:
-            MismatchError: see above.
+            MismatchError: the ranks differ; see the module.
         """
         _, ranks, combined, squares, reading, idle, *_ = self._sums.tolist()
         if ranks * squares != combined * combined:  # the variance is not 0

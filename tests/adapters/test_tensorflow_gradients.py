@@ -57,7 +57,6 @@ def check(
     moves = moves[:: -(-len(moves) // 3) or 1]
     everyones = hvd.allgather_object(len(moves))
     mine: list[float] = []
-    value = tf.function(lambda *tensors: loss(function(*tensors), weights))
     for rank, count in enumerate(everyones):
         for move in range(count):
             sides = []
@@ -66,7 +65,7 @@ def check(
                 if rank == hvd.rank():
                     i, k, unit = moves[move]
                     moved[i].reshape(-1)[k] += sign * step * unit
-                sides.append(float(value(*map(tf.constant, moved))))
+                sides.append(float(loss(function(*map(tf.constant, moved)), weights)))
             mine.append((sides[0] - sides[1]) / (2 * step))
     slopes = hvd.allreduce(np.array(mine), op=hvd.Sum).numpy()
     start = sum(everyones[: hvd.rank()])
@@ -359,7 +358,8 @@ def test_horovods_gradient_of_allreduce_is_reduced_by_the_same_operation(
 ) -> None:
     how = {"op": getattr(hvd_tf, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
     gradient = given(hvd_tf.rank(), 4)
-    found = back("function", lambda x: hvd_tf.allreduce(x, **how), given(hvd_tf.rank() + 9, 4), gradient)
+    way = "function" if op in ("Average", "Max") else "eager"  # whose rules are the same, and which is quicker
+    found = back(way, lambda x: hvd_tf.allreduce(x, **how), given(hvd_tf.rank() + 9, 4), gradient)
     np.testing.assert_allclose(found, hvd_tf.allreduce(gradient, **how).numpy())
 
 

@@ -33,7 +33,9 @@ pytestmark = pytest.mark.mpi
 test_tape = recipe(lambda hvd: trained(hvd, sgd(), graph=False))
 test_tape_in_a_function = recipe(lambda hvd: trained(hvd, keras.optimizers.Adam(0.02)))
 test_sparse_as_dense = recipe(lambda hvd: trained(hvd, sgd(), sparse_as_dense=True))
-test_schedule = recipe(lambda hvd: trained(hvd, sgd(keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.6))))
+test_schedule = recipe(
+    lambda hvd: trained(hvd, sgd(keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.6)), graph=False)
+)
 
 
 def clipped(grads: Any) -> Any:
@@ -44,7 +46,7 @@ def clipped(grads: Any) -> Any:
 
 test_clipping_after_the_tape = recipe(lambda hvd: trained(hvd, sgd(), change=clipped))
 test_clipping_in_the_optimizer = recipe(
-    lambda hvd: trained(hvd, keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05))
+    lambda hvd: trained(hvd, keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05), graph=False)
 )
 
 
@@ -62,7 +64,7 @@ def test_freezing(hvd: Any) -> Result:
     frozen = next(layer for layer in model.layers if isinstance(layer, keras.layers.Embedding))
     for first, last, learns in ((0, 2, False), (2, STEPS, True)):
         frozen.trainable = learns
-        step = step_of(hvd, model, optimizer)
+        step = step_of(hvd, model, optimizer, graph=False)
         for feed in steps_of(hvd, first, last):
             step(*feed)
     return values(model, optimizer)

@@ -9,11 +9,27 @@ from typing import Any
 
 import pytest
 
+ON_ONE_RANK = ("*_op*.py", "*_training.py")
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave these files to ``test_adapters.py``, which starts ranks for them: looking into them imports every
     framework."""
     return None if config.getoption("--with-mpi") else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave one rank only the files that ``test_adapters_on_one_rank.py`` starts: the others need ranks that differ."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and not any(map(item.path.match, ON_ONE_RANK)):
+            item.add_marker(pytest.mark.mpi(min_size=2))
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all ranks, of the `hvd` that the test names before it."""
+    hvd = request.getfixturevalue(next(name for name in request.fixturenames if name.startswith("hvd")))
+    return Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("shared")) if hvd.rank() == 0 else None))
 
 
 @pytest.fixture(scope="session")

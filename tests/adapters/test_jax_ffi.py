@@ -14,7 +14,7 @@ import pytest
 
 from collectives.jax import compat, ffi, primitive
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 FLOAT32, TOKEN, INT4 = 11, 17, 21
 

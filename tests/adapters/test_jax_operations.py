@@ -12,7 +12,7 @@ import pytest
 import collectives
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 DTYPES = ("bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64")
 
@@ -205,10 +205,9 @@ def test_compression(hvd_jax: Any) -> None:
             same(run(x), jnp.array_split(total, hvd.size())[hvd.rank()])
 
 
+@pytest.mark.mpi(min_size=2)
 def test_process_sets(hvd_jax: Any) -> None:
     hvd = hvd_jax
-    if hvd.size() < 2:
-        pytest.skip("needs two ranks")
     last = hvd.add_process_set([hvd.size() - 2, hvd.size() - 1])
     if last.included():
         for run in each(
@@ -344,20 +343,18 @@ def test_refusals(hvd_jax: Any) -> None:
         assert float(hvd.allreduce(jnp.float32(hvd.rank()), op=hvd.Max)) == hvd.size() - 1, what
 
 
+@pytest.mark.mpi(min_size=2)
 def test_one_rank_refuses_and_all_hear_of_it(hvd_jax: Any) -> None:
     hvd = hvd_jax
-    if hvd.size() < 2:
-        pytest.skip("needs two ranks")
     with pytest.raises((InvalidTypeError, MismatchError), match=r"float8|refused"):
         hvd.allreduce(jnp.ones(3, jnp.float8_e4m3fn if hvd.rank() == 0 else jnp.float32))
     assert float(hvd.allreduce(jnp.float32(1), op=hvd.Sum)) == hvd.size()
 
 
 @pytest.mark.parametrize("ordered", (True, False))
+@pytest.mark.mpi(min_size=2)
 def test_a_mismatch_is_an_error_on_every_rank(hvd_jax: Any, ordered: bool) -> None:
     hvd = hvd_jax
-    if hvd.size() < 2:
-        pytest.skip("needs two ranks")
     mine = jnp.ones(3 + hvd.rank() % 2)
     with pytest.raises(MismatchError, match="shape"):
         hvd.allreduce(mine, name="eager mismatch")
@@ -373,10 +370,9 @@ def test_a_mismatch_is_an_error_on_every_rank(hvd_jax: Any, ordered: bool) -> No
     assert float(jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))(jnp.float32(1))) == hvd.size()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_program_that_has_failed_in_flight_is_nothing_to_later_calls(hvd_jax: Any) -> None:
     hvd = hvd_jax
-    if hvd.size() < 2:
-        pytest.skip("needs two ranks")
     x = jnp.ones((600 + hvd.rank() % 2, 600))
     failing = jax.jit(lambda x: hvd.allreduce(x @ x.T, name="fails in flight"))(x)
     assert float(hvd.allreduce(jnp.float32(1), op=hvd.Sum)) == hvd.size()

@@ -19,7 +19,7 @@ from collectives.engine import adasum
 from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, One, X, Y, compare, mine, share
 
 optax = pytest.importorskip("optax")
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 Result = dict[str, Any]
 HIDDEN = 4
 
@@ -122,21 +122,6 @@ def test_exchange_in_a_chain(hvd: Any) -> Result:
     return named(params, state[1:])
 
 
-@recipe
-def test_value_and_grad(hvd: Any) -> Result:
-    optimizer = momentum()
-    transform = jax.value_and_grad if isinstance(hvd, One) else hvd.value_and_grad
-
-    @jax.jit
-    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
-        _, grads = transform(loss_of(hvd))(params, x, y)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return named(steps(hvd, step, begin(hvd, optimizer)))
-
-
-test_matched_by_name = recipe(lambda hvd: trained(hvd, momentum(), ordered=False))
 test_multi_steps_inside = recipe(lambda hvd: trained(hvd, optax.MultiSteps(momentum(), 2)))
 
 
@@ -167,7 +152,7 @@ def test_plateau(hvd: Any) -> Result:
 def test_line_search(hvd: Any) -> Result:
     """Each evaluation is of all rows; the first step of each search is too long."""
     search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=15)
-    optimizer = hvd.DistributedOptimizer(optax.lbfgs(learning_rate=8.0, linesearch=search))
+    optimizer = hvd.DistributedOptimizer(optax.lbfgs(learning_rate=8.0, memory_size=2, linesearch=search))
 
     @jax.jit
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:
@@ -374,12 +359,6 @@ def resumed(hvd: Any, folder: Path) -> Result:
     for feed in steps_of(hvd, first=2):
         params, state = step(params, state, *feed)
     return named((params, state))
-
-
-@pytest.fixture
-def folder(hvd_jax: Any, tmp_path_factory: Any) -> Path:
-    """One for all ranks."""
-    return Path(hvd_jax.broadcast_object(str(tmp_path_factory.mktemp("recipe")) if hvd_jax.rank() == 0 else None))
 
 
 def test_checkpoint(hvd_jax: Any, folder: Path) -> None:

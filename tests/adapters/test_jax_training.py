@@ -14,7 +14,7 @@ import pytest
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("option", ("divisor", "halves"))
@@ -75,10 +75,9 @@ def test_the_same_start(hvd_jax: Any) -> None:
     assert hvd.allgather_object(rank) == list(range(hvd.size()))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd_jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hvd = hvd_jax
-    if hvd.size() < 2:
-        pytest.skip("needs two ranks")
 
     def none_left(*arguments: Any, **keywords: Any) -> Any:
         raise MemoryError("none left")
@@ -92,10 +91,9 @@ def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd_jax: Any, monkeypatc
     assert hvd.broadcast_parameters(mine)["small"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.mpi(min_size=2)
 def test_another_model_on_one_rank(hvd_jax: Any) -> None:
     hvd = hvd_jax
-    if hvd.size() < 2:
-        pytest.skip("needs two ranks")
     with pytest.raises(MismatchError, match=r"params\['w'\].*\(3,\).*\(4,\)"):
         hvd.broadcast_parameters({"w": jnp.ones(4 if hvd.rank() == 1 else 3)})
     with pytest.raises(MismatchError, match="root_rank"):

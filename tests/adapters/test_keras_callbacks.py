@@ -11,8 +11,6 @@ import pytest
 from collectives.base.errors import MismatchError
 from tests.adapters.keras_training import BATCH, X, Y, equal, network, part, together, values
 
-pytestmark = pytest.mark.mpi
-
 
 class Spy(keras.callbacks.Callback):
     """What training is like, as other callbacks see it."""
@@ -99,8 +97,6 @@ def test_an_optimizer_that_one_rank_cannot_build_is_told_to_all(
     hvd_keras: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hvd = hvd_keras
-    if hvd.size() == 1:
-        pytest.skip("needs two ranks")
     model, callback = network(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)
 
     def none_left() -> Any:
@@ -115,8 +111,6 @@ def test_an_optimizer_that_one_rank_cannot_build_is_told_to_all(
 
 def test_other_models_on_other_ranks_are_an_error(hvd_keras: Any) -> None:
     hvd = hvd_keras
-    if hvd.size() == 1:
-        pytest.skip("needs two ranks")
     model = keras.Sequential(
         [keras.Input((5,)), keras.layers.Dense(3), keras.layers.Dense(3, use_bias=hvd.rank() == 0)]
     )
@@ -152,8 +146,6 @@ def test_metrics_are_averaged_for_the_callbacks_behind(hvd_keras: Any) -> None:
 
 def test_other_metrics_on_other_ranks_are_an_error(hvd_keras: Any) -> None:
     hvd = hvd_keras
-    if hvd.size() == 1:
-        pytest.skip("needs two ranks")
     callback = hvd.callbacks.MetricAverageCallback()
     logs = {"loss": 1.0} if hvd.rank() else {"loss": 1.0, "mae": 2.0}
     with pytest.raises(

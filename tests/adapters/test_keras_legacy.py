@@ -19,8 +19,6 @@ import tensorflow as tf
 
 from collectives.base.errors import MismatchError
 
-pytestmark = pytest.mark.mpi
-
 keras = tf.keras
 BATCH = 12
 _draw = np.random.default_rng(7)
@@ -41,11 +39,6 @@ def hvd() -> Iterator[Any]:
     collectives.tensorflow.keras.init()
     yield collectives.tensorflow.keras
     collectives.tensorflow.keras.shutdown()
-
-
-@pytest.fixture
-def folder(hvd: Any, tmp_path_factory: Any) -> Path:
-    return Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("models")) if hvd.rank() == 0 else None))
 
 
 def network(seed: int = 0) -> Any:

@@ -20,7 +20,6 @@ import tensorflow as tf
 
 from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, One, X, Y, alone, compare, mine, share
 
-pytestmark = pytest.mark.mpi
 keras = tf.keras
 Result = dict[str, Any]
 
@@ -32,12 +31,6 @@ def hvd() -> Iterator[Any]:
     collectives.tensorflow.keras.init()
     yield collectives.tensorflow.keras
     collectives.tensorflow.keras.shutdown()
-
-
-@pytest.fixture
-def folder(hvd: Any, tmp_path_factory: Any) -> Path:
-    """One for all ranks."""
-    return Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("recipe")) if hvd.rank() == 0 else None))
 
 
 def recipe(program: Callable[[Any], Result]) -> Callable[..., None]:
@@ -148,8 +141,6 @@ test_loss_scale_inside = recipe(lambda hvd: overflowing(hvd, False, True))
 test_loss_scale_outside = recipe(lambda hvd: overflowing(hvd, False, False))
 test_loss_scale_inside_legacy = recipe(lambda hvd: overflowing(hvd, True, True))
 test_loss_scale_outside_legacy = recipe(lambda hvd: overflowing(hvd, True, False))
-test_uneven_shares = recipe(lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd()))))
-test_uneven_shares_legacy = recipe(lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd(True)))))
 test_train_step_of_ones_own = recipe(lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd()), Penalised)))
 test_train_step_of_ones_own_legacy = recipe(
     lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd(True)), Penalised))

@@ -15,8 +15,6 @@ from collectives.base.errors import MismatchError
 from collectives.engine import callers
 from tests.adapters.keras_training import BATCH, X, Y, close, equal, network, part, together, train, values
 
-pytestmark = pytest.mark.mpi
-
 BACKEND = keras.backend.backend()
 
 
@@ -33,11 +31,6 @@ class Halving(keras.optimizers.SGD):
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "factor": self.factor}
-
-
-@pytest.fixture
-def folder(hvd_keras: Any, tmp_path_factory: Any) -> Path:
-    return Path(hvd_keras.broadcast_object(str(tmp_path_factory.mktemp("models")) if hvd_keras.rank() == 0 else None))
 
 
 @pytest.mark.parametrize(
@@ -154,12 +147,11 @@ def test_what_it_refuses(hvd_keras: Any) -> None:
         hvd.DistributedOptimizer(sgd(), num_groups=2)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_ranks_with_other_models_get_an_error(hvd_keras: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From what runs eagerly the engine's own; from within a compiled step the framework's, with the engine's words in
     it."""
     hvd = hvd_keras
-    if hvd.size() == 1:
-        pytest.skip("needs two ranks")
     monkeypatch.setattr(callers, "STUCK_AFTER", 1.0)  # JAX's threads have called, and might again
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3 + hvd.rank())])

@@ -17,8 +17,6 @@ import pytest
 from tests.adapters.keras_training import BATCH, X, Y, network, part, together, train
 from tests.adapters.shares import One, alone, compare, share
 
-pytestmark = pytest.mark.mpi
-
 BACKEND = keras.backend.backend()
 Result = dict[str, Any]
 
@@ -392,12 +390,6 @@ def test_loop_of_ones_own(hvd: Any) -> Result:
     for at in range(0, len(x), rows):
         step(x[at : at + rows], y[at : at + rows])
     return named(model, optimizer)
-
-
-@pytest.fixture
-def folder(hvd_keras: Any, tmp_path_factory: Any) -> Path:
-    """One for all ranks."""
-    return Path(hvd_keras.broadcast_object(str(tmp_path_factory.mktemp("recipe")) if hvd_keras.rank() == 0 else None))
 
 
 def test_checkpoint(hvd_keras: Any, folder: Path) -> None:

@@ -12,17 +12,14 @@ import pytest
 import collectives
 from tests.adapters.keras_training import BATCH, X, Y, close, equal, network, part, single, together, train
 
-pytestmark = pytest.mark.mpi
-
 BACKEND = keras.backend.backend()
 
 
 @pytest.mark.parametrize("passes", (1, 2))
+@pytest.mark.mpi(min_size=2)
 def test_one_call_for_all_gradients(hvd_keras: Any, passes: int) -> None:
     """Four batches of a model with four variables."""
     hvd = hvd_keras
-    if hvd.size() == 1:
-        pytest.skip("needs two ranks")
     model = network()
     together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=passes))
     before = collectives.world().statistics.rounds

@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 v1 = tf.compat.v1
-pytestmark = pytest.mark.mpi
 
 PASSES, STEPS, RATE = 2, 2, 0.5
 

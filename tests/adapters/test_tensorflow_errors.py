@@ -48,8 +48,6 @@ WAYS = pytest.mark.parametrize("way", ("eager", "function", "session"))
 @WAYS
 def test_a_mismatch_is_a_failed_precondition(hvd_tf: Any, way: str) -> None:
     hvd = hvd_tf
-    if hvd.size() == 1:
-        pytest.skip("one rank cannot disagree")
     rank = hvd.rank()
     shape = [2 * hvd.size(), 3 + rank]
     for call in (
@@ -85,8 +83,6 @@ def test_bad_splits_are_an_invalid_argument(hvd_tf: Any, way: str) -> None:
 @WAYS
 def test_a_foreign_process_set_is_an_invalid_argument(hvd_tf: Any, way: str) -> None:
     hvd = hvd_tf
-    if hvd.size() == 1:
-        pytest.skip("one rank is in every process set")
     known = hvd.add_process_set([0])
     if hvd.rank():
         with pytest.raises(tf.errors.InvalidArgumentError, match="process_set: rank"):
@@ -101,8 +97,6 @@ def test_a_foreign_process_set_is_an_invalid_argument(hvd_tf: Any, way: str) -> 
 def test_nothing_behind_a_mismatch_runs(hvd_tf: Any, ordered: bool) -> None:
     """Neither where the main thread has traced the function, nor where another one has."""
     hvd = hvd_tf
-    if hvd.size() == 1:
-        pytest.skip("one rank cannot disagree")
     variable = tf.Variable(tf.zeros(0), shape=[None])
 
     @tf.function
@@ -121,8 +115,6 @@ def test_nothing_behind_a_mismatch_runs(hvd_tf: Any, ordered: bool) -> None:
 
 def test_mismatches_in_branches_and_loops(hvd_tf: Any) -> None:
     hvd = hvd_tf
-    if hvd.size() == 1:
-        pytest.skip("one rank cannot disagree")
 
     @tf.function
     def function(x: Any, times: Any) -> Any:
@@ -140,8 +132,6 @@ def test_mismatches_in_branches_and_loops(hvd_tf: Any) -> None:
 
 def test_adjoints_raise_them_too(hvd_tf: Any) -> None:
     hvd = hvd_tf
-    if hvd.size() == 1:
-        pytest.skip("one rank cannot disagree")
     x = tf.Variable([1.0, 2.0])
     with tf.GradientTape() as tape:
         y = hvd.allgather(x, name="forward")
@@ -194,8 +184,6 @@ def test_every_error_has_a_twin() -> None:
 
 def test_without_the_c_interface_callbacks_raise(hvd_tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hvd = hvd_tf
-    if hvd.size() == 1:
-        pytest.skip("one rank cannot disagree")
     assert status._is_registered()
     monkeypatch.setattr(status, "_is_registered", lambda: False)
     for way in ("function", "session"):

@@ -13,8 +13,6 @@ from collectives.base.errors import CollectivesError, InvalidTypeError, Mismatch
 from collectives.frontends.gradient_options import GradientOptions
 from collectives.tensorflow import gradients, packed_callbacks, sparse_rows
 
-pytestmark = pytest.mark.mpi
-
 SHAPES: list[tuple[tuple[int, ...], str]] = [
     ((300, 70), "float32"),
     ((), "float32"),
@@ -209,8 +207,6 @@ def test_what_one_rank_has_no_memory_for_is_told_to_all(
     hvd_tf: Any, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hvd = hvd_tf
-    if hvd.size() == 1:
-        pytest.skip("one rank has nobody to tell")
 
     def none_left(*arguments: Any, **keywords: Any) -> Any:
         raise MemoryError("none left")
@@ -267,8 +263,6 @@ def test_the_average_of_integer_slices_is_a_division(hvd_tf: Any, way: str) -> N
 
 def test_what_one_rank_refuses_every_rank_hears_of(hvd_tf: Any) -> None:
     hvd = hvd_tf
-    if hvd.size() < 2:
-        pytest.skip("needs two ranks")
     x = tf.Variable([1.0, 2.0])
     reduction = gradients.GradientReduction(GradientOptions(name="refused"))
     calls: list[tuple[Any, Any]] = [

@@ -16,8 +16,6 @@ from collectives.engine import callers
 from collectives.tensorflow import packed_callbacks
 from collectives.worlds.runtime import world
 
-pytestmark = pytest.mark.mpi
-
 
 def one_thread() -> Any:
     """The settings of a session that has one thread for everything."""
@@ -284,8 +282,6 @@ def test_functions_traced_again_share_their_callbacks(hvd_tf: Any) -> None:
 @pytest.mark.parametrize("packed", (False, True))
 def test_a_mismatch_names_everything(hvd_tf: Any, packed: bool) -> None:
     hvd = hvd_tf
-    if hvd.size() == 1:
-        pytest.skip("one rank cannot disagree")
     shapes = [(2, 3), (6,)] if hvd.rank() else [(6,), (2, 3)]  # as many elements together
 
     def function() -> Any:
@@ -309,8 +305,6 @@ def test_other_orders_on_other_ranks_end_with_an_error(hvd_tf: Any, monkeypatch:
     """A callback waits for a thread of the program, which waits for the callback: that nothing more can come is
     noticed."""
     hvd = hvd_tf
-    if hvd.size() == 1:
-        pytest.skip("one rank cannot disagree")
     monkeypatch.setattr(callers, "STUCK_AFTER", 1.0)
 
     def one_after_the_other() -> Any:

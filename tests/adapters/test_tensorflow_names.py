@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.mpi
-
 DOCS = Path(__file__).parents[2] / "docs" / "horovod.md"
 SECTIONS = {
     "collectives.tensorflow": "`horovod.tensorflow`\n",
@@ -47,7 +45,6 @@ def parameters(function: Any) -> list[str]:
     return [name if default is inspect.Parameter.empty else f"{name}={default!r}" for name, default in found]
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("module", SECTIONS)
 def test_what_is_listed_is_there(module: str, hvd_tf: Any) -> None:
     adapter = importlib.import_module(module)
@@ -68,7 +65,6 @@ def test_what_is_listed_is_there(module: str, hvd_tf: Any) -> None:
     assert not wrong and count > 30
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("name", ["tensorflow", "tensorflow.keras", "keras"])
 def test_horovods_modules_have_the_same(name: str, hvd_tf: Any) -> None:
     importlib.import_module("collectives.horovod")
@@ -103,7 +99,6 @@ def test_horovods_modules_have_the_same(name: str, hvd_tf: Any) -> None:
     assert not missing
 
 
-@pytest.mark.mpi
 def test_what_horovods_operations_are_made_of(hvd_tf: Any) -> None:
     importlib.import_module("collectives.horovod")
     tf, ops, util = (
@@ -131,7 +126,6 @@ def test_what_horovods_operations_are_made_of(hvd_tf: Any) -> None:
     assert made(1) is made(1) and made(1) is not made(2) and util._executing_eagerly()
 
 
-@pytest.mark.mpi
 def test_what_horovods_keras_interfaces_are_made_of(hvd_tf: Any, tmp_path: Path) -> None:
     importlib.import_module("collectives.horovod")
     parts, keras = importlib.import_module("horovod._keras"), importlib.import_module("keras")
@@ -160,7 +154,6 @@ def test_what_horovods_keras_interfaces_are_made_of(hvd_tf: Any, tmp_path: Path)
     assert len(parts.allgather(None, [1.0], "all")) == hvd_tf.size()
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("name", ["tensorflow.elastic", "tensorflow.keras.elastic", "keras.elastic", "tensorflow.data"])
 def test_what_is_not_here_says_so(name: str, hvd_tf: Any) -> None:
     importlib.import_module("collectives.horovod")

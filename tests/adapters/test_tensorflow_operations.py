@@ -12,8 +12,6 @@ import tensorflow as tf
 
 from collectives.base.errors import CollectivesError
 
-pytestmark = pytest.mark.mpi
-
 WAYS = ("eager", "function", "session")
 NUMBERS = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 OTHERS = ("bool", "int16", "uint16", "uint32", "uint64", "complex64", "complex128")

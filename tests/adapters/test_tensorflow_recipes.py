@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from collectives.engine import adasum
@@ -27,7 +26,6 @@ from tests.adapters.tensorflow_recipes import (
 )
 
 keras, v1 = tf.keras, tf.compat.v1
-pytestmark = pytest.mark.mpi
 
 
 test_tape = recipe(lambda hvd: trained(hvd, sgd(), graph=False))

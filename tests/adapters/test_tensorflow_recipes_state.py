@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, TOKENS, WORDS, One, X, Y, alone, compare, mine, share
@@ -23,7 +22,6 @@ from tests.adapters.tensorflow_recipes import (
 )
 
 keras, v1 = tf.keras, tf.compat.v1
-pytestmark = pytest.mark.mpi
 THREADS = v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1)
 
 
@@ -182,12 +180,6 @@ def in_session(hvd: Any, folder: Path) -> Result:
                     assert run.run([train, norm], dict(zip(given, feed, strict=True)))[1] > 0.2
                 found = fetched(run, variables)
     return {variable.name: value for variable, value in zip(variables, found, strict=True)}
-
-
-@pytest.fixture
-def folder(hvd_tf: Any, tmp_path_factory: Any) -> Path:
-    """One for all ranks."""
-    return Path(hvd_tf.broadcast_object(str(tmp_path_factory.mktemp("recipe")) if hvd_tf.rank() == 0 else None))
 
 
 def test_checkpoint(hvd_tf: Any, folder: Path) -> None:

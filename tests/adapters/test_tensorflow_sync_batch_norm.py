@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError, MismatchError
 
-pytestmark = pytest.mark.mpi
-
 CHANNELS = 3
 SHAPES = {"rows": (), "steps": (5,), "images": (4, 3)}
 MOMENTUM = 0.8

@@ -12,8 +12,6 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError, Mism
 from collectives.frontends.gradient_options import GradientOptions
 from collectives.tensorflow.gradients import GradientReduction, variable_key
 
-pytestmark = pytest.mark.mpi
-
 
 def data(rank: int, rows: int = 3) -> Any:
     """A batch that differs from rank to rank."""
@@ -396,8 +394,6 @@ def test_gradients_of_different_variables_never_meet(hvd_tf: Any, monkeypatch: p
         return tensors
 
     monkeypatch.setattr("collectives.tensorflow.operations.grouped_allreduce", note)
-    if hvd_tf.size() == 1:
-        return
     variables = [tf.Variable(tf.ones([2, 2])) for _ in range(4)]
     for missing, sparse in (((), ()), ((1,), ()), ((1, 2, 3), ()), ((), (1,)), ((0,), (1,)), ((0,), (2,))):
         with tf.GradientTape() as tape:
@@ -412,8 +408,6 @@ def test_gradients_of_different_variables_never_meet(hvd_tf: Any, monkeypatch: p
 
 
 def test_ranks_whose_shapes_differ_are_told(hvd_tf: Any) -> None:
-    if hvd_tf.size() == 1:
-        return
     variable = tf.Variable(tf.ones([2 + hvd_tf.rank()]))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(variable)

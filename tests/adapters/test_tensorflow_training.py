@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 v1 = tf.compat.v1
-pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("outside", (True, False), ids=("scales outside", "scales inside"))

@@ -11,8 +11,6 @@ import pytest
 
 from benchmarks import torch_hooks, torch_step
 
-pytestmark = pytest.mark.mpi
-
 
 @pytest.fixture(autouse=True)
 def _few_ranks(hvd: Any) -> None:

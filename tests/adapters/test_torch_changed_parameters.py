@@ -12,12 +12,6 @@ import collectives
 from collectives.torch import backward_reducer
 from collectives.torch.buckets import SMALL, TINY
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(
-        "int(__import__('os').environ.get('OMPI_COMM_WORLD_SIZE', '1')) == 1", reason="one rank combines nothing"
-    ),
-]
 both = pytest.mark.parametrize("views", [False, True], ids=["gradients", "views"])
 SIZES = {"tiny": 3, "packed": TINY // 4 + 3, "large": SMALL // 2 + 5}
 """Numbers of elements of parameters whose gradients are combined in different buckets."""

@@ -16,8 +16,6 @@ from collectives import MismatchError  # noqa: E402
 from collectives.base.reduce_op import Op  # noqa: E402
 from collectives.torch.compiled import untraced  # noqa: E402
 
-pytestmark = pytest.mark.mpi
-
 EFFECTS = hasattr(torch.library, "_register_effectful_op")
 REDUCTIONS = (Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX, Op.PRODUCT)
 

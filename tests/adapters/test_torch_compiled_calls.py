@@ -14,8 +14,6 @@ import collectives.torch as public
 from collectives.base.options import Options
 from collectives.worlds.runtime import world_of
 
-pytestmark = pytest.mark.mpi
-
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:

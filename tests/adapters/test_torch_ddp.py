@@ -24,8 +24,6 @@ import collectives  # noqa: E402
 from collectives import MismatchError  # noqa: E402
 from collectives.torch.ddp import AllreduceState, allreduce_hook  # noqa: E402
 
-pytestmark = pytest.mark.mpi
-
 BUCKET = 0.004
 """MiB: several buckets for a small model."""
 
@@ -114,8 +112,6 @@ def test_two_models_in_one_backward_pass(hvd: Any) -> None:
 
 
 def test_a_process_set(hvd: Any) -> None:
-    if hvd.size() == 1:
-        pytest.skip("one rank has no true subset")
     ranks = list(range(hvd.size() - 1))
     subset = hvd.add_process_set(ranks)
     group = distributed.new_group(ranks)
@@ -141,8 +137,6 @@ def test_ranks_that_run_out_of_data(hvd: Any) -> None:
 
 @pytest.mark.parametrize("static", (False, True))
 def test_a_mismatch_ends_backward(hvd: Any, static: bool) -> None:
-    if hvd.size() == 1:
-        pytest.skip("one rank cannot disagree")
     model = wrapped(static_graph=static)
     model.register_comm_hook(AllreduceState(prescale_factor=1.0 + hvd.rank()), allreduce_hook)
     # With a static graph, torch itself waits for the future first, and raises what C++ made of the error.

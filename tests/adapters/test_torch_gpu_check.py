@@ -9,8 +9,6 @@ import pytest
 
 from benchmarks.gpu.training import CHECKS
 
-pytestmark = pytest.mark.mpi
-
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_on_the_cpu(hvd: Any, check: Callable[[str], None]) -> None:

@@ -16,13 +16,6 @@ from collectives.torch.backward_reducer import BackwardReducer
 from collectives.torch.buckets import SMALL, GradientBucket
 from collectives.torch.holding_back import holds_back
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(
-        "int(__import__('os').environ.get('OMPI_COMM_WORLD_SIZE', '1')) == 1", reason="one rank combines nothing"
-    ),
-]
-
 Change = Callable[[int, Any], None]
 """What a rank does before a step, with the model."""
 

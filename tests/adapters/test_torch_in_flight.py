@@ -14,12 +14,6 @@ import torch
 import collectives
 from collectives.torch.buckets import SMALL
 
-pytestmark = pytest.mark.mpi
-
-several = pytest.mark.skipif(
-    "int(__import__('os').environ.get('OMPI_COMM_WORLD_SIZE', '1')) == 1", reason="one rank has nobody to combine with"
-)
-
 
 class Net(torch.nn.Module):
     """Tiny parameters, a small and a large one; the first layer is used by some ranks only."""
@@ -41,7 +35,6 @@ def batch(rank: int, step: int) -> Any:
     return torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * step + rank)) * (rank + 1)
 
 
-@several
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_tiny_gradients_whichever_is_used(hvd: Any, which: int) -> None:
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
@@ -53,7 +46,6 @@ def test_tiny_gradients_whichever_is_used(hvd: Any, which: int) -> None:
     assert [param[0].item() for param in params] == [-mean if at == which else 0.0 for at in range(3)]
 
 
-@several
 def test_an_optimizer_made_while_gradients_of_an_earlier_one_are_in_flight(hvd: Any) -> None:
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
@@ -67,7 +59,6 @@ def test_an_optimizer_made_while_gradients_of_an_earlier_one_are_in_flight(hvd: 
     assert type(weight) is torch.nn.Parameter
 
 
-@several
 def test_clipping_in_the_first_step_after_unfreezing(hvd: Any) -> None:
     layer = torch.nn.Linear(3, 1).requires_grad_(False)
     numbers = torch.nn.Parameter(torch.arange(3), requires_grad=False)
@@ -80,7 +71,6 @@ def test_clipping_in_the_first_step_after_unfreezing(hvd: Any) -> None:
         optimizer.step()
 
 
-@several
 def test_clipping_after_passes_that_share_no_parameter(hvd: Any) -> None:
     """Each pass of the two is the last of its own half of the model."""
     models = [torch.nn.Linear(3, 2), torch.nn.Linear(2, 3)]
@@ -94,7 +84,6 @@ def test_clipping_after_passes_that_share_no_parameter(hvd: Any) -> None:
     optimizer.step()
 
 
-@several
 def test_copies_of_a_model_whose_gradients_are_in_flight(hvd: Any) -> None:
     model = Net()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
@@ -106,7 +95,6 @@ def test_copies_of_a_model_whose_gradients_are_in_flight(hvd: Any) -> None:
     assert not torch.equal(twin.large, model.large)
 
 
-@several
 def test_a_gradient_changed_through_a_tensor_kept_from_before_is_refused(hvd: Any) -> None:
     model = Net()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
@@ -121,7 +109,6 @@ def test_a_gradient_changed_through_a_tensor_kept_from_before_is_refused(hvd: An
         optimizer.step()
 
 
-@several
 def test_gradients_that_ranks_keep_where_others_have_moved_theirs(hvd: Any) -> None:
     """Large gradients are moved into mapped memory, except on the ranks whose program holds them."""
     model, kept, copies, in_hook = Net(), [], [], []
@@ -143,7 +130,6 @@ def test_gradients_that_ranks_keep_where_others_have_moved_theirs(hvd: Any) -> N
     assert all(torch.equal(grad, copy) for grad, copy in zip(kept, copies, strict=True))
 
 
-@several
 @pytest.mark.parametrize("op", ["Average", "Sum"])
 def test_reading_between_two_backward_passes(hvd: Any, op: str) -> None:
     params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
@@ -160,7 +146,6 @@ def test_reading_between_two_backward_passes(hvd: Any, op: str) -> None:
     assert [param[0].item() for param in params] == [-total / hvd.size()] * 2
 
 
-@several
 def test_a_rank_that_alone_reads_between_two_backward_passes_is_told_everywhere(hvd: Any) -> None:
     params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0))
@@ -182,7 +167,6 @@ def test_a_rank_that_alone_reads_between_two_backward_passes_is_told_everywhere(
             optimizer.step()
 
 
-@several
 @pytest.mark.parametrize("explicit", [False, True])
 def test_clipping_where_a_rank_has_had_no_backward_pass(hvd: Any, explicit: bool) -> None:
     weight = torch.nn.Parameter(torch.zeros(4))
@@ -209,7 +193,6 @@ def test_clipping_where_a_rank_has_had_no_backward_pass(hvd: Any, explicit: bool
     torch.testing.assert_close(weight.detach(), torch.full((4,), -0.5))
 
 
-@several
 @pytest.mark.parametrize("op", ["Average", "Sum", "Max"])
 def test_backward_before_a_closure(hvd: Any, op: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(3))
@@ -232,7 +215,6 @@ def test_backward_before_a_closure(hvd: Any, op: str) -> None:
     torch.testing.assert_close(weight.detach(), torch.full((3,), -3 * part - once))
 
 
-@several
 def test_a_hook_that_reads_the_gradient_of_another_parameter_is_refused(hvd: Any) -> None:
     weight, bias = (torch.nn.Parameter(torch.full((SMALL,), 1.0)) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, bias], lr=1.0), groups=[[weight], [bias]])
@@ -246,7 +228,6 @@ def test_a_hook_that_reads_the_gradient_of_another_parameter_is_refused(hvd: Any
     assert bias[0] == 0
 
 
-@several
 def test_another_thread_reads_during_the_backward_pass(hvd: Any) -> None:
     weight, bias = (torch.nn.Parameter(torch.zeros(SMALL)) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, bias], lr=1.0), groups=[[weight], [bias]])
@@ -276,7 +257,6 @@ def test_another_thread_reads_during_the_backward_pass(hvd: Any) -> None:
     assert bias[0] == -1
 
 
-@several
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_sparse_gradients_that_some_ranks_do_not_have(hvd: Any, as_dense: bool) -> None:
     torch.manual_seed(0)
@@ -306,7 +286,6 @@ def test_sparse_gradients_that_some_ranks_do_not_have(hvd: Any, as_dense: bool) 
             optimizer.step()
 
 
-@several
 def test_a_table_that_is_sparse_on_one_rank_and_dense_on_another(hvd: Any) -> None:
     table = torch.nn.Embedding(10, 3, sparse=True)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0))

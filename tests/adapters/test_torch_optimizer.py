@@ -17,12 +17,6 @@ import torch.distributed.tensor
 import collectives
 from collectives.torch.buckets import SMALL
 
-pytestmark = pytest.mark.mpi
-
-several = pytest.mark.skipif(
-    "int(__import__('os').environ.get('OMPI_COMM_WORLD_SIZE', '1')) == 1", reason="one rank has nobody to combine with"
-)
-
 
 class Net(torch.nn.Module):
     """Two layers of small parameters, one of which is not always used, and one large parameter."""
@@ -62,7 +56,7 @@ def check(model: Net, gradients: list[Any]) -> None:
         torch.testing.assert_close(param.grad, wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@several
+@pytest.mark.mpi(min_size=2)
 def test_a_second_synchronize_does_nothing(hvd: Any) -> None:
     model = net()
     optimizer = hvd.DistributedOptimizer(
@@ -111,7 +105,7 @@ def test_what_nobody_used_keeps_no_gradient(hvd: Any, views: bool) -> None:
             assert (model.second.weight.grad is None) is (step != 1)
 
 
-@several
+@pytest.mark.mpi(min_size=2)
 def test_zero_grad_in_flight_and_too_many_passes_are_refused(hvd: Any) -> None:
     model = net()
     optimizer = hvd.DistributedOptimizer(
@@ -210,7 +204,7 @@ def test_num_groups_is_deprecated(hvd: Any) -> None:
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), num_groups=2)
 
 
-@several
+@pytest.mark.mpi(min_size=2)
 def test_an_optimizer_that_is_gone_leaves_no_hooks(hvd: Any) -> None:
     model = net()
     for _ in range(2):
@@ -223,7 +217,7 @@ def test_an_optimizer_that_is_gone_leaves_no_hooks(hvd: Any) -> None:
     model(batch(hvd.rank())).backward()
 
 
-@several
+@pytest.mark.mpi(min_size=2)
 def test_a_mismatch_is_raised_everywhere_and_the_next_step_works(hvd: Any) -> None:
     model = net(large=SMALL if hvd.rank() == 0 else SMALL + 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
@@ -239,7 +233,7 @@ def test_a_mismatch_is_raised_everywhere_and_the_next_step_works(hvd: Any) -> No
     check(model, wanted)
 
 
-@several
+@pytest.mark.mpi(min_size=2)
 def test_a_sparse_gradient_that_nobody_has_after_a_refused_step(hvd: Any) -> None:
     table, layer = torch.nn.Embedding(10, 3, sparse=True), torch.nn.Linear(SMALL // 4, 1, bias=False)
     named = [("table", table.weight), ("layer", layer.weight)]
@@ -273,7 +267,7 @@ def test_adasum_combines_steps(hvd: Any) -> None:
     torch.testing.assert_close(weight.detach(), orthogonal - 1)
 
 
-@several
+@pytest.mark.mpi(min_size=2)
 def test_adasum_restores_the_parameters_after_a_mismatch(hvd: Any) -> None:
     weight = torch.nn.Parameter(torch.full((4 + (hvd.rank() == 0),), 3.0))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Adasum)
@@ -283,7 +277,7 @@ def test_adasum_restores_the_parameters_after_a_mismatch(hvd: Any) -> None:
     assert torch.equal(weight.detach(), torch.full_like(weight, 3.0))
 
 
-@several
+@pytest.mark.mpi(min_size=2)
 def test_a_process_set_trains_by_itself(hvd: Any) -> None:
     pair = hvd.add_process_set([0, 1])
     try:
@@ -300,7 +294,7 @@ def test_a_process_set_trains_by_itself(hvd: Any) -> None:
         hvd.remove_process_set(pair)
 
 
-@several
+@pytest.mark.mpi(min_size=2)
 def test_a_user_compressor_sees_every_gradient(hvd: Any) -> None:
     seen = []
 
@@ -347,7 +341,7 @@ def test_layouts_and_dtypes(hvd: Any, views: bool) -> None:
         torch.testing.assert_close(weight.grad, factor * (hvd.size() + 1))
 
 
-@several
+@pytest.mark.mpi(min_size=2)
 def test_memory_formats_that_differ_between_ranks(hvd: Any) -> None:
     """Elements are matched by index, not by their order in a rank's memory; of tiny, small and large gradients."""
     shapes = [(4, 3, 2, 2), (32, 16, 3, 3), (64, 64, 3, 3)]

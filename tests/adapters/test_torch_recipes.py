@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -26,8 +25,6 @@ from tests.adapters.torch_recipes import (
     recipe,
     train,
 )
-
-pytestmark = pytest.mark.mpi
 
 single = partial(network, torch.float32)
 

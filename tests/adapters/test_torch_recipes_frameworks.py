@@ -12,8 +12,6 @@ import torch
 
 from tests.adapters.torch_recipes import Alone, Model, Side, batches, recipe
 
-pytestmark = pytest.mark.mpi
-
 
 @pytest.fixture(autouse=True)
 def few(hvd: Any) -> None:

@@ -28,9 +28,6 @@ from tests.adapters.torch_recipes import (
     train,
 )
 
-pytestmark = pytest.mark.mpi
-
-
 # ---- batch normalisation ---------------------------------------------------------------------------------------------
 
 

@@ -12,13 +12,6 @@ import torch
 from collectives.torch import backward_reducer
 from collectives.torch.buckets import SMALL
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(
-        "int(__import__('os').environ.get('OMPI_COMM_WORLD_SIZE', '1')) == 1", reason="one rank combines nothing"
-    ),
-]
-
 
 def model(*names: str) -> Any:
     """A tiny, a packed and a large parameter of zeros under each name."""

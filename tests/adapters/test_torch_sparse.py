@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.mpi
-
 
 def _own(hvd: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Of shape (5, 2), hybrid: rows that overlap between neighbouring ranks, one of them twice."""

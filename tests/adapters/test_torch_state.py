@@ -17,8 +17,6 @@ from collectives.torch import optimizer_state
 from collectives.torch.optimizer import DistributedOptimizer
 from collectives.worlds import runtime
 
-pytestmark = pytest.mark.mpi
-
 LARGE = 1 << 17  # elements of float32: more than what travels packed
 
 
@@ -175,8 +173,6 @@ def test_what_is_no_tensor_is_passed_over(hvd: Any) -> None:
 
 
 def test_many_small_tensors_travel_together(hvd: Any) -> None:
-    if hvd.size() == 1:
-        pytest.skip("one rank has nobody to send to")
     tensors = [torch.full((2, 3 + number % 5), float(hvd.rank())) for number in range(161)]
     before = collectives.world().statistics
     hvd.broadcast_parameters(tensors, 0)
@@ -197,8 +193,6 @@ def test_small_tensors_that_fill_several_buffers(hvd: Any, monkeypatch: pytest.M
 
 
 def test_parameters_that_differ_in_shape_or_name_are_named_on_every_rank(hvd: Any) -> None:
-    if hvd.size() == 1:
-        pytest.skip("one rank differs from nobody")
     odd = hvd.rank() == hvd.size() - 1
     mine = float(hvd.rank())
     last = hvd.size() - 1
@@ -262,8 +256,6 @@ def test_tensors_out_of_reach_are_refused(hvd: Any) -> None:
 
 
 def test_a_mistake_on_one_rank_is_an_error_on_all(hvd: Any) -> None:
-    if hvd.size() == 1:
-        pytest.skip("one rank has nobody to tell")
     params = 3 if hvd.rank() == 1 else [torch.ones(3)]
     on_all(
         hvd,
@@ -275,8 +267,6 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(hvd: Any) -> None:
 
 def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the operations that a call is made of; and the next call is in step."""
-    if hvd.size() == 1:
-        pytest.skip("one rank has nobody to tell")
     odd = hvd.rank() == hvd.size() - 1
     model = Net(hvd.rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=hvd.rank() + 1.0, momentum=0.5)
@@ -509,8 +499,6 @@ def test_horovods_gradients_of_zeros_before_the_first_step(hvd: Any, monkeypatch
 
 
 def test_optimizers_that_differ_are_refused_on_every_rank(hvd: Any) -> None:
-    if hvd.size() == 1:
-        pytest.skip("one rank differs from nobody")
     odd = hvd.rank() == hvd.size() - 1
     params = parameters(0)
     fewer = torch.optim.SGD(params[: 2 + (not odd)], lr=0.1)

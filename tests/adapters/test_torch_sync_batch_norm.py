@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives.base.errors import InvalidArgumentError, MismatchError
 
-pytestmark = pytest.mark.mpi
-
 CHANNELS = 3
 SHAPES = {"1d": (), "1d, length": (7,), "2d": (4, 5), "3d": (2, 3, 4)}
 PLAIN = {0: torch.nn.BatchNorm1d, 1: torch.nn.BatchNorm1d, 2: torch.nn.BatchNorm2d, 3: torch.nn.BatchNorm3d}
@@ -182,8 +180,6 @@ def test_layers_used_several_times_in_a_step(hvd: Any) -> None:
 
 
 def test_backward_passes_in_another_order_are_an_error_and_no_wrong_numbers(hvd: Any) -> None:
-    if hvd.size() == 1:
-        pytest.skip("one rank meets nobody")
     norm, x = layer(False, 1, hvd), batches([3] * hvd.size(), (2,))[hvd.rank()].requires_grad_()
     losses = [(norm(x * factor) ** 3).sum() for factor in (1, 2)]
     with pytest.raises(MismatchError, match=r"sync_batch_norm\.\d+\.backward\.[01]"):
@@ -287,8 +283,6 @@ def test_wrong_inputs_are_refused_on_every_rank(hvd: Any) -> None:
 
 
 def test_a_second_derivative_is_refused(hvd: Any) -> None:
-    if hvd.size() == 1:
-        pytest.skip("plain batch normalisation has one")
     x = torch.randn(4, CHANNELS, requires_grad=True)
     (gradient,) = torch.autograd.grad(hvd.SyncBatchNorm(CHANNELS)(x).pow(3).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -12,8 +12,6 @@ from torch import nn
 
 from tests.adapters.torch_recipes import INPUTS, OUTPUTS, Alone, Model, Side, batches, momentum, network, recipe, train
 
-pytestmark = pytest.mark.mpi
-
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     "Adam": {"lr": 0.02},

@@ -14,8 +14,6 @@ import collectives.torch as public
 from collectives import InvalidTypeError
 from collectives.base.errors import UnsupportedError
 
-pytestmark = pytest.mark.mpi
-
 LINEAR: dict[str, Callable[[Any], Any]] = {
     "allreduce": lambda x: public.allreduce(x, op=public.Sum, name="sum", prescale_factor=3.0),
     "compressed": lambda x: public.allreduce(x, compression=public.Compression.bf16),

@@ -87,19 +87,9 @@ def DistributedOptimizer(
         optimizer: a ``keras.optimizers.Optimizer``. The result is of its class, shares its variables, and replaces it.
             One of ``tf_keras`` is passed on to `collectives.tensorflow.keras`, where TF_USE_LEGACY_KERAS=1.
         name: prefix of the operations' names; "Distributed" and the optimizer's class by default.
-        device_dense, device_sparse: accepted for Horovod's interface; tensors are combined where they are.
-        compression: `Compression.none`, ``fp16``, ``bf16``, or a class with ``compress`` and ``decompress``.
-        sparse_as_dense: sparse gradients (TensorFlow) become dense; by default values and indices are gathered.
-        gradient_predivide_factor: f divides by f before the sum and by size/f afterwards; for Average only.
-        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`.
-        backward_passes_per_step: backward passes whose gradients are summed before they are combined.
-        average_aggregated_gradients: divide that sum by the number of passes.
-        num_groups: Horovod's older name of ``groups``.
-        groups: a number of lists of about equal length, or the lists of variables, whose gradients are combined
-            together. By default all are.
         process_set: the ranks that train together; the others step on their own.
-        scale_local_gradients: divide the gradients of local variables by the number of ranks; see
-            `PartialDistributedOptimizer`.
+        compression, ...: as for `collectives.frontends.gradient_options.GradientOptions`. By default all gradients are
+            combined together. Only TensorFlow's may be sparse.
 
     Returns:
         The optimizer. Saved with a model it is saved as the optimizer that was wrapped; `load_model` wraps it again.

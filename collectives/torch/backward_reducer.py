@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,8 @@ import torch
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.torch import gradient_agreement
+from collectives.torch import gradient_agreement, gradient_hooks
 from collectives.torch.buckets import GradientBucket, SparseBucket, ViewedBucket, arrange
-from collectives.torch.compiled import untraced
 from collectives.torch.gradient_slot import DENSE, GradientSlot
 from collectives.torch.guard import Guard, grad_of, graph_task, in_backward_elsewhere
 from collectives.torch.holding_back import holds_back
@@ -87,22 +86,16 @@ class BackwardReducer:
     def add(self, named: Sequence[tuple[str, Any]], groups: Sequence[Sequence[Any]] = ()) -> None:
         """Add parameters. Frozen ones get hooks too, and buckets in the first `synchronize` in which they require
         gradients."""
-        take_over((param for _, param in named), self)
+        gradient_hooks.take_over((param for _, param in named), self)
         slots = [
-            GradientSlot(name, param, self._passes) for name, param in named if param.requires_grad or _may_thaw(param)
+            GradientSlot(name, param, self._passes)
+            for name, param in named
+            if param.requires_grad or gradient_hooks.may_thaw(param)
         ]
         for slot in slots:
-            frozen = not slot.param.requires_grad
-            if frozen:
+            if not slot.param.requires_grad:
                 self._frozen.append(slot)
-                slot.param.requires_grad_(True)  # torch refuses hooks otherwise
-            handle = slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
-            # Autograd may still refer to the hooks of a tensor that torch has swapped for this one.
-            slot.param._post_accumulate_grad_hooks = slot.param._post_accumulate_grad_hooks
-            if frozen:
-                slot.param.requires_grad_(False)
-            slot.hook = handle.id
-            self._hooks.append(handle)
+            self._hooks.append(gradient_hooks.install(slot, weakref.ref(self)))
             self._guard.add(slot.param)
         self._arrange([slot for slot in slots if slot.param.requires_grad], groups)
 
@@ -413,34 +406,6 @@ class BackwardReducer:
             bucket.pending = len(bucket.slots)
         self.begun = False
         self._begun_passes = 0
-
-
-def _hook(reducer: weakref.ref[BackwardReducer], slot: GradientSlot) -> Callable[[Any], None]:
-    """A parameter's hook; it does not keep the reducer alive, which a new optimizer's may have replaced."""
-
-    @untraced
-    def hook(param: Any) -> None:
-        living = reducer()
-        if living is not None:
-            living.arrived(slot)
-
-    hook.reducer = reducer  # type: ignore[attr-defined]
-    return hook
-
-
-def take_over(params: Iterable[Any], newer: Any) -> None:
-    """Have the reducers of earlier optimizers leave the parameters that they share with these to ``newer``."""
-    for param in params:
-        for hook in (param._post_accumulate_grad_hooks or {}).values():
-            reference = getattr(hook, "reducer", None)  # of hooks of the program it may be anything
-            earlier = reference() if isinstance(reference, weakref.ref) else None
-            if isinstance(earlier, BackwardReducer) and earlier is not newer:
-                earlier.leave_to(newer)
-
-
-def _may_thaw(param: Any) -> bool:
-    """Whether a frozen parameter can ever require gradients."""
-    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
 def _remove(hooks: list[Any], guard: Guard) -> None:

@@ -19,8 +19,9 @@ from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions, evenly
 from collectives.tensors.compression import Compression
 from collectives.torch.adasum import AdasumSteps
-from collectives.torch.backward_reducer import BackwardReducer, take_over
+from collectives.torch.backward_reducer import BackwardReducer
 from collectives.torch.compiled import untraced
+from collectives.torch.gradient_hooks import take_over
 from collectives.torch.state import refuse_unreachable
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import global_process_set, world_of
@@ -74,16 +75,12 @@ def DistributedOptimizer(
         optimizer: a ``torch.optim.Optimizer``; the result shares its state and groups and is of a subclass of its type.
         named_parameters: as of ``model.named_parameters()``; all of the optimizer's parameters. By default they are
             numbered.
-        compression: `Compression.none`, ``fp16``, ``bf16``, or a class with ``compress`` and ``decompress``.
-        backward_passes_per_step: backward passes whose gradients are summed on the rank before they are combined.
         op: `Average`, `Sum`, `Min`, `Max`, `Product`; or `Adasum`, which combines the ranks' changes of the
             parameters instead (see `AdasumSteps`).
-        gradient_predivide_factor: f divides by f before the sum and by size/f afterwards; for Average only.
-        num_groups: Horovod's older name of ``groups``.
-        groups: gradients that are combined together: a number of lists of about equal length, or the lists of
-            parameters themselves. By default they share buckets of up to 16 MiB, from the last parameter to the first.
-        sparse_as_dense: convert sparse gradients to dense; by default indices and values are gathered.
+        groups: as for `GradientOptions`; by default gradients share buckets of up to 16 MiB, from the last parameter to
+            the first.
         process_set: the ranks that train together; the others step on their own.
+        compression, ...: as for `collectives.frontends.gradient_options.GradientOptions`.
         gradient_as_bucket_view: gradients live in their buckets, all of them dense, so that nothing is copied:
             ``zero_grad()`` then leaves zeros in place of None. By default small gradients are copied to a bucket and
             back, and large ones on the CPU once, into memory that the ranks of the host map. The parameters' memory

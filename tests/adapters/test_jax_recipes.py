@@ -122,6 +122,21 @@ def test_exchange_in_a_chain(hvd: Any) -> Result:
     return named(params, state[1:])
 
 
+@recipe
+def test_value_and_grad(hvd: Any) -> Result:
+    optimizer = momentum()
+    transform = jax.value_and_grad if isinstance(hvd, One) else hvd.value_and_grad
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        _, grads = transform(loss_of(hvd))(params, x, y)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return named(steps(hvd, step, begin(hvd, optimizer)))
+
+
+test_matched_by_name = recipe(lambda hvd: trained(hvd, momentum(), ordered=False))
 test_multi_steps_inside = recipe(lambda hvd: trained(hvd, optax.MultiSteps(momentum(), 2)))
 
 

@@ -141,6 +141,8 @@ test_loss_scale_inside = recipe(lambda hvd: overflowing(hvd, False, True))
 test_loss_scale_outside = recipe(lambda hvd: overflowing(hvd, False, False))
 test_loss_scale_inside_legacy = recipe(lambda hvd: overflowing(hvd, True, True))
 test_loss_scale_outside_legacy = recipe(lambda hvd: overflowing(hvd, True, False))
+test_uneven_shares = recipe(lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd()))))
+test_uneven_shares_legacy = recipe(lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd(True)))))
 test_train_step_of_ones_own = recipe(lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd()), Penalised)))
 test_train_step_of_ones_own_legacy = recipe(
     lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd(True)), Penalised))

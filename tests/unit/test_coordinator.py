@@ -249,6 +249,20 @@ def test_a_step_that_comes_again_is_told_by_bits_and_by_one_word() -> None:
         assert counts == [(1, 1), (2, 1), (3, 1), (3, 1)]
 
 
+def test_caches_stay_alike_though_a_rank_has_dropped_the_tasks_of_a_list_that_they_have_no_room_for() -> None:
+    def body(rank: Rank, turns: Turns) -> list[Any]:
+        coordinator, handles = rank.coordinator, [operation(name) for name in "abc"]
+        for _ in range(4):
+            if rank.context.rank:
+                coordinator.forget_batches()
+            rank.submit(*[operation(name) for name in "abc"])
+            rank.until(rank.is_idle)
+        return [coordinator.ledger.position(handle.entry.name, handle.entry.signature) for handle in handles]
+
+    first, second = run(2, 7, body, cache_capacity=2)
+    assert first == second and sorted(first, key=str) == [0, 1, None]
+
+
 def test_tokens_differ_by_order_operations_and_the_number_of_the_first_unnamed_one() -> None:
     tokens: list[int] = []
 
@@ -289,9 +303,13 @@ def test_a_rank_that_lacks_memory_has_all_unmap_before_it_fails() -> None:
         rank.until(rank.is_idle)
         assert context.unmapped == 1 and context.carried_out == ["a", "b"]
         assert (entered[0] == OUT_OF_MEMORY) == (context.rank == 1)
+        context.refusals = 1  # on all ranks, which enter the round alike
+        rank.submit(operation("a"))
+        rank.until(rank.is_idle)
+        assert context.unmapped == 2 and context.carried_out == ["a", "b", "a"]
         context.refusals = 2 * context.rank
         rank.submit(last)
-        assert rank.round() and context.unmapped == 2 and not last.done
+        assert rank.round() and context.unmapped == 3 and not last.done
         if context.rank:
             with pytest.raises(OutOfMemoryError):
                 rank.round()
@@ -378,6 +396,7 @@ def test_rounds_that_decide_nothing_are_further_and_further_apart(monkeypatch: p
             assert not rank.control._board.await_entries()
             coordinator.compare()
             turns.exchange(number, None)
+        assert rank.context.statistics.exchanged == 1  # each is told once
 
     run(2, 5, body)
 

@@ -119,26 +119,33 @@ class Engine:
         Returns:
             The handle, complete; None if the operation was carried out without one.
         """
-        if not (entry.simple or type(out) is GatheredRows) or not self._acquire(False):
-            return self._run_with_handle(handle or self._handle(entry, source, out, deliver, keep))
         coordinator, submissions, progress, callers = (
             self._coordinator,
             self._submissions,
             self._progress,
             self._callers,
         )
-        # Checked with the lock held: until then another thread may have left something that goes first.
-        if (
-            self._pending
-            or self._inbox
-            or self._obstacles
-            or self._using_memory
-            or callers.followers
-            or coordinator.chosen
-            or progress.driving
-            or coordinator.open is not None
-        ):
-            self._release()
+        idle = False
+        try:
+            if (entry.simple or type(out) is GatheredRows) and self._acquire(False):
+                # Checked with the lock held: until then another thread may have left something that goes first.
+                idle = not (
+                    self._pending
+                    or self._inbox
+                    or self._obstacles
+                    or self._using_memory
+                    or callers.followers
+                    or coordinator.chosen
+                    or progress.driving
+                    or coordinator.open is not None
+                )
+                if not idle:
+                    self._release()
+        except BaseException:  # an interrupt
+            if not progress.driving:
+                progress.release()
+            raise
+        if not idle:
             return self._run_with_handle(handle or self._handle(entry, source, out, deliver, keep))
         progress.driving = True
         try:

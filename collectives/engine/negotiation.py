@@ -54,6 +54,13 @@ class Request:
     persistent: int | None = None
     detail: str = field(default="", compare=False)
 
+    def __post_init__(self) -> None:
+        # A subclass of str, such as NumPy's or a member of an enumeration, equals its text but has another repr.
+        for argument in ("name", "algorithm", "transport"):
+            text = getattr(self, argument)
+            if type(text) is not str and isinstance(text, str):
+                object.__setattr__(self, argument, str.__str__(text))
+
     def signature(self) -> int:
         """47 bits of a hash over everything but ``detail``."""
         text = repr([getattr(self, f.name) for f in fields(self) if f.name != "detail"])

@@ -238,8 +238,9 @@ class Planner:
 
     def change(self, *, algorithm: str, segment: int, crossovers: Crossovers) -> None:
         """Replace the settings. Every rank does so between the same two operations."""
+        if algorithm != self._algorithm:
+            self._why_algorithm = "algorithm as tuned"
         self._algorithm, self._segment, self.crossovers = algorithm, segment, crossovers
-        self._why_algorithm = "algorithm as tuned"
         self.epoch += 1
 
     def _medium(

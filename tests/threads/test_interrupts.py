@@ -25,6 +25,7 @@ from collectives.transport.group import Group
 from collectives.transport.host.board import Board, board_bytes
 from collectives.transport.host.board_control import BoardControl
 from collectives.transport.point_to_point import Incoming, Outgoing
+from collectives.transport.threads import thread_groups
 from collectives.transport.threads.thread_groups import ThreadMemory
 from collectives.worlds.world import World
 
@@ -190,3 +191,24 @@ def test_an_interrupt_at_any_moment_of_a_message(
             assert not transfers.in_flight.operations
         assert not delivery._lock._is_owned() and not delivery._inside and not transfers._waiting
     assert went_on and at > 20
+
+
+def test_an_interrupt_as_a_blocking_call_takes_the_lock_leaves_it_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads go on, whether this one calls again or not."""
+
+    def run(world: World) -> None:
+        engine = world._engine
+        acquire = engine._acquire
+
+        def interrupted(blocking: bool) -> bool:
+            assert acquire(blocking)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine, "_acquire", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            world.allreduce(np.ones(1, np.float32))
+        assert not engine._progress.lock._is_owned() and not engine.drives()
+        monkeypatch.setattr(engine, "_acquire", acquire)
+        assert world.allreduce(np.ones(1, np.float32), average=False) == world.size
+
+    thread_groups.run(2, run, make_world=World)

@@ -96,6 +96,8 @@ def test_reasons_agree_with_what_was_chosen() -> None:
     forced = planner.choose("allreduce", 1 << 20, algorithm="recursive-doubling", transport="direct-read")
     assert forced.medium is Medium.WINDOW
     assert forced.why == "algorithm as asked for; window, which recursive-doubling needs"
+    planner.change(algorithm="auto", segment=0, crossovers=Crossovers())
+    assert planner.choose("allreduce", 1 << 20).why.startswith("ranks of one host; ")
     planner.change(algorithm="ring", segment=0, crossovers=Crossovers())
     assert planner.choose("allreduce", 1 << 20).why.startswith("algorithm as tuned; ")
     assert planner.choose("allreduce", 1 << 20, algorithm="ring").why.startswith("algorithm as asked for; ")

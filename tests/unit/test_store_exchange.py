@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import re
 import threading
 import time
@@ -445,6 +446,23 @@ def test_a_value_of_an_earlier_job_of_the_same_key_is_not_used(
             assert join.result() == ["new 0", "new 1"]
         else:
             assert isinstance(error, CollectiveTimeoutError | InvalidArgumentError), error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("following", [lambda place: "first", lambda place: f"{place}0"], ids=["circle", "endless"])
+def test_concluded_exchanges_without_an_end_are_an_error(rank: int, following: Callable[[str], str]) -> None:
+    """Without a key anybody who can write to the store may lead the ranks from exchange to exchange for ever."""
+
+    class Leading(LocalStore):
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            for key in keys:
+                place, name = key.split("/")[1:3]
+                if name == "concluded":
+                    self.values[key] = json.dumps(following(place)).encode()
+            super().wait(keys, timeout)
+
+    with pytest.raises(TransportError, match=f"rank {rank}: .*another process writes to it"):
+        StoreExchange(Leading(), rank, 2, 0.2, "here")(None)
 
 
 @pytest.mark.parametrize("without", [0, 1, 2])

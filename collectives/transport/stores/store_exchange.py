@@ -31,6 +31,7 @@ from collectives.base.errors import (
     InvalidArgumentError,
     MismatchError,
     RankFailedError,
+    TransportError,
     in_words,
 )
 from collectives.transport.backoff import Backoff, poll
@@ -105,7 +106,7 @@ class StoreExchange:
             RankFailedError: a rank has died, or has left after the first exchange.
             InvalidArgumentError: another process has this rank's number.
             MismatchError: a value was not signed with this job's key, or the ranks disagree about their number.
-            TransportError: the store failed, and it is not known that rank 0 serves it.
+            TransportError: the store failed, and it is not known that rank 0 serves it; or its exchanges have no end.
         """
         if self._size == 1:
             return [value]
@@ -122,7 +123,15 @@ class StoreExchange:
     def _take_part(self, value: Any) -> list[dict[str, Any]]:
         """Take part in the exchange that is not concluded. Returns the offers of all ranks; none if the others have
         concluded it with an earlier offer of this rank's."""
+        visited = {self._place}
         while (following := self._find("concluded")) is not None:
+            if following in visited or time.monotonic() > self._end:
+                raise TransportError(
+                    f"rank {self._rank}: after {len(visited)} concluded exchanges the store at which the ranks meet "
+                    f"({self._how}) still names a further one: another process writes to it; give each job a place of "
+                    "its own, or set COLLECTIVES_KEY on all ranks"
+                )
+            visited.add(following)
             self._place = following
         offer = {**self._offer, "count": self._count, "serves": self._serves, "value": value}
         self._set("offer", offer, self._rank)

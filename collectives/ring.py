@@ -34,8 +34,8 @@ two rounds: `collectives.schedules.direct`.)
 From a schedule to the bytes: `schedules.schedule` defines the four steps; `plan.lowering` gives every value a place in
 memory and every exchange a wait; `plan.binder` makes a closure of each step and `plan.executor` runs them, segment by
 segment, rounds overlapping; `transport.host.shared_memory` (windows), `transport.host.direct_read` (process_vm_readv)
-and `transport.mpi.mpi_groups` (messages) move the bytes, `tensors.reduction` adds them. `schedules.verify` proves the
-schedules.
+and `transport.mpi.mpi_groups` (messages) move the bytes, `tensors.reduction` adds them. The tests prove the
+schedules (`tests/support/schedules/verify.py`).
 
 Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
 Distrib. Comput. 69 (2009); made popular for deep learning by Baidu's allreduce (2017).

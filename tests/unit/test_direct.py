@@ -7,7 +7,7 @@ import pytest
 
 from collectives.schedules import direct
 from collectives.schedules.schedule import StepKind
-from collectives.transport.simulation.simulated import replay
+from tests.support.schedules.replay import replay
 
 
 def test_peers_are_met_in_turn() -> None:

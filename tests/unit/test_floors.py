@@ -42,6 +42,7 @@ FLOOR_OF = {
     **dict.fromkeys(ADAPTERS, "adapters"),
     "launch": "programs",
     "horovod": "programs",
+    "simulation": "programs",
     "__main__": "programs",
 }
 """Modules and folders whose floor is called otherwise. All other modules beside the folders are the face."""

@@ -9,10 +9,10 @@ import pytest
 from collectives.base.config import ALGORITHMS
 from collectives.schedules import registry
 from collectives.schedules.algorithm import Algorithm
-from collectives.schedules.races import races
 from collectives.schedules.schedule import Schedule, StepKind
-from collectives.schedules.verify import verify
-from collectives.transport.simulation.simulated import replay
+from tests.support.schedules.races import races
+from tests.support.schedules.replay import replay
+from tests.support.schedules.verify import verify
 
 REGISTERED = [
     registry.find(collective, name)

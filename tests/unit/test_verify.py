@@ -11,10 +11,10 @@ import pytest
 
 from collectives import ring
 from collectives.schedules import direct, hierarchical, tree
-from collectives.schedules.races import races
 from collectives.schedules.schedule import Round, Schedule, Step, StepKind, copy, receive, reduce, send
-from collectives.schedules.verify import ScheduleError, verify
-from collectives.transport.simulation.simulated import replay
+from tests.support.schedules.races import races
+from tests.support.schedules.replay import replay
+from tests.support.schedules.verify import ScheduleError, verify
 
 HOSTS = {
     "two hosts": ((0, 1), (2, 3)),

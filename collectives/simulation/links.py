@@ -66,8 +66,6 @@ class Topology:
         self.capacity = np.concatenate(
             [[_UNLIMITED], np.repeat(limits, size), np.repeat([network.uplink] * 2, len(hosts))]
         ).astype(float)
-        self.uplinks_are_limited = not np.isinf(network.uplink)
-        self.hops = 4 if self.uplinks_are_limited or network.hosts is not None else 2
         if not (self.capacity > 0).all() or not network.reduction > 0 or not (self._latency >= 0).all():
             raise InvalidArgumentError(
                 f"{network!r}: expected bandwidths and reduction above 0, and latencies from 0 on"
@@ -80,7 +78,7 @@ class Topology:
             ends: two rows, the senders and the receivers.
 
         Returns:
-            An array (hops, messages) of link numbers, and the latencies in seconds.
+            An array (4, messages) of link numbers, and the latencies in seconds.
         """
         sender, receiver = ends
         n, home, away = self._size, self._host_of[sender], self._host_of[receiver]
@@ -94,7 +92,7 @@ class Topology:
                 np.where(local, 0, uplinks + self._hosts + away),
             ]
         )
-        return path[: self.hops], self._latency[local.astype(np.int64)]
+        return path, self._latency[local.astype(np.int64)]
 
     def named(self, crossed: Floats) -> dict[str, int]:
         """The bytes that crossed each link by the link's name, without unused links."""
@@ -131,19 +129,19 @@ def _fair_rates(path: Ints, capacity: Floats) -> Floats:
 class Flows:
     """Messages in flight: some in their latency, the others flowing at fair rates."""
 
-    def __init__(self, capacity: Floats, hops: int, rows: int) -> None:
+    def __init__(self, capacity: Floats) -> None:
         self._capacity = capacity
-        self._labels: Ints = np.empty((rows, 0), np.int64)
-        self._paths: Ints = np.empty((hops, 0), np.int64)
+        self._ends: Ints = np.empty((2, 0), np.int64)
+        self._paths: Ints = np.empty((4, 0), np.int64)
         self._left: Floats = np.empty(0)
         self._begins: Floats = np.empty(0)
         """When each message begins to flow; minus infinity once it does."""
         self._rates: Floats = np.empty(0)
         self._stale = False
 
-    def add(self, labels: Ints, paths: Ints, nbytes: Floats, begins: Floats) -> None:
-        """Add messages, with one column of ``labels`` each, which `advance` returns when the message is delivered."""
-        self._labels = np.concatenate([self._labels, labels], axis=1)
+    def add(self, ends: Ints, paths: Ints, nbytes: Floats, begins: Floats) -> None:
+        """Add messages: senders and receivers, paths, bytes, and when each begins to flow."""
+        self._ends = np.concatenate([self._ends, ends], axis=1)
         self._paths = np.concatenate([self._paths, paths], axis=1)
         self._left = np.concatenate([self._left, nbytes])
         self._begins = np.concatenate([self._begins, begins])
@@ -163,16 +161,16 @@ class Flows:
         return np.where(self._begins == -np.inf, delivered, self._begins)
 
     def advance(self, now: float, moment: float) -> Ints:
-        """Advance to ``moment``, at most the next event. Returns the labels of the messages delivered then."""
+        """Advance to ``moment``, at most the next event. Returns the ends of the messages delivered then."""
         reached = self._times(now) <= moment * (1 + TOLERANCE)
         flowing = self._begins == -np.inf
         still, delivered = flowing & ~reached, flowing & reached
         self._left[still] -= self._rates[still] * (moment - now)
         self._begins[reached & ~flowing] = -np.inf
         self._stale |= bool(reached.any())
-        labels = self._labels[:, delivered]
+        ends = self._ends[:, delivered]
         if delivered.any():
             keep = ~delivered
-            self._labels, self._paths = self._labels[:, keep], self._paths[:, keep]
+            self._ends, self._paths = self._ends[:, keep], self._paths[:, keep]
             self._left, self._begins = self._left[keep], self._begins[keep]
-        return labels
+        return ends

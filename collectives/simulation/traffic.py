@@ -10,7 +10,7 @@ import numpy as np
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.schedules.schedule import Schedule, StepKind
-from collectives.transport.simulation.simulated_links import Floats, Ints
+from collectives.simulation.links import Floats, Ints
 
 _CODE = {kind.value: number for number, kind in enumerate(StepKind)}
 _ROUND, _RANK, _PEER, _CHUNK, _SPAN = range(5)  # the rows of a table of steps

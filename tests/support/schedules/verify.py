@@ -2,7 +2,7 @@
 
 The value of a chunk is the set of ranks whose contributions are in it, kept as the bits of an integer, so that a union
 is an ``or``, and a contribution that would count twice is an overlap. `verify` proves that a collective has the result
-that it is defined to have; `collectives.schedules.races` finds memory that is read too early or too late.
+that it is defined to have; `tests.support.schedules.races` finds memory that is read too early or too late.
 
     round      rank 0                        rank 1                        values of chunk 0 after the round
     start                                                                  rank 0: {0}     rank 1: {1}

@@ -1,33 +1,29 @@
-"""A simulated network: schedules of thousands of ranks executed on a virtual clock.
+"""A virtual clock: schedules of thousands of ranks executed over a simulated network.
 
 The model knows messages and links, not collectives; the time of an all-reduce is a result:
 
 * Segments and rounds overlap as in the executor: round k of segment s belongs to group s * stride + k. A rank begins
   group t + 1 when all its messages of group t are sent and received, and received blocks are reduced.
 * A message leaves when both of its ends have reached its group, takes the latency, and then flows at a rate that
-  depends on the messages it shares links with (`collectives.transport.simulation.simulated_links`).
+  depends on the messages it shares links with (`links`).
 
 The clock moves from one event (a message begins to flow, or is delivered) to the next. All ranks are in NumPy arrays,
-so that ranks that move in step cost no more than one, and messages that share no link need no events at all. There is
-no randomness: equal calls give equal reports.
+so that ranks that move in step cost no more than one. There is no randomness: equal calls give equal reports.
 
 Source of the model: latency and bandwidth as in R. Hockney, Parallel Computing 20 (1994).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.schedules.schedule import Schedule, StepKind
-from collectives.transport.simulation.simulated_links import TOLERANCE, Floats, Flows, Ints, Network, Topology
-from collectives.transport.simulation.simulated_traffic import Traffic
-
-Values = Mapping[int, np.ndarray[Any, Any]]
+from collectives.schedules.schedule import Schedule
+from collectives.simulation.links import TOLERANCE, Floats, Flows, Ints, Network, Topology
+from collectives.simulation.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +36,6 @@ class Report:
         busbw: bytes per second by nccl-tests' definition, comparable between sizes and with a link's bandwidth.
         links: bytes that crossed each used link, by name ("rank 3 out", "rank 3 local in", "host 0 out").
         messages: the number of messages.
-        results: with ``data``, the chunks that each rank holds in the end; otherwise None.
     """
 
     times: Floats
@@ -48,7 +43,6 @@ class Report:
     busbw: float
     links: dict[str, int]
     messages: int
-    results: list[dict[int, np.ndarray[Any, Any]]] | None
 
 
 def simulate(
@@ -58,20 +52,15 @@ def simulate(
     segment: int | None = None,
     *,
     stride: int = 1,
-    data: Sequence[Values] | None = None,
-    combine: Callable[[Any, Any], Any] = np.add,
 ) -> Report:
     """Execute the schedules of all ranks, in the order of the ranks.
 
     Args:
-        schedules: one for each rank, proved by `verify` (peers and chunks are in range); an iterator is read once, and
-            its schedules are not kept unless there is data.
+        schedules: one for each rank; an iterator is read once, and its schedules are not kept.
         sizes: bytes of each chunk.
         network: what connects the ranks.
         segment: bytes of a chunk that one pipeline unit moves; None: the whole chunk at once.
         stride: groups between the starts of two segments; from the number of rounds on, segments do not overlap.
-        data: the chunks that each rank starts with, as arrays of any dtype, which are moved and combined, too.
-        combine: reduces ``data``; called with the own value and the peer's.
 
     Raises:
         InvalidArgumentError: the arguments do not fit together, or a send and its receive do not meet; names what
@@ -83,43 +72,12 @@ def simulate(
         raise InvalidArgumentError(f"stride={stride}: expected a positive number of groups")
     if min(sizes, default=0) < 0:
         raise InvalidArgumentError(f"sizes: expected the bytes of each chunk, found {min(sizes)}")
-    if data is not None:
-        schedules = list(schedules)
     traffic = Traffic(schedules, sizes, segment, stride)
     links = Topology(network, traffic.size)
     clock = _Clock(traffic, links, network.reduction)
     clock.run()
     total = float(clock.done.max())
-    results = None if data is None else replay(list(schedules), data, combine)
-    return Report(
-        clock.done, total, _busbw(traffic, sum(sizes), total), links.named(clock.crossed), clock.messages, results
-    )
-
-
-def replay(
-    schedules: Sequence[Schedule], data: Sequence[Values], combine: Callable[[Any, Any], Any] = np.add
-) -> list[dict[int, np.ndarray[Any, Any]]]:
-    """Move and combine real arrays, round by round: the meaning of a schedule, as a program.
-
-    Cutting chunks into segments would change no value, because segments are disjoint.
-
-    Args:
-        data: for each rank, the chunks that it starts with.
-
-    Returns:
-        For each rank, the chunks that it holds in the end.
-    """
-    held = [dict(chunks) for chunks in data]
-    for number in range(len(schedules[0].rounds)):
-        before = [dict(chunks) for chunks in held]
-        for rank, schedule in enumerate(schedules):
-            for step in schedule.rounds[number]:
-                for chunk in range(step.chunk, step.chunk + step.span):
-                    if step.kind is StepKind.REDUCE:
-                        held[rank][chunk] = combine(held[rank][chunk], before[step.peer][chunk])
-                    elif step.kind is not StepKind.SEND:
-                        held[rank][chunk] = before[step.peer][chunk].copy()
-    return held
+    return Report(clock.done, total, _busbw(traffic, sum(sizes), total), links.named(clock.crossed), clock.messages)
 
 
 def _busbw(traffic: Traffic, nbytes: int, total: float) -> float:
@@ -154,9 +112,6 @@ class _Messages:
 class _Clock:
     """Plays the groups of all ranks.
 
-    A rank's own links only carry messages of the group that it is in. So groups can be played one after the other,
-    though ranks reach them at different times, unless ranks of different groups share a limited uplink.
-
     Attributes:
         done: when each rank has finished.
         crossed: bytes that crossed each link.
@@ -169,12 +124,6 @@ class _Clock:
         self.crossed = np.zeros(len(links.capacity))
         self.messages = 0
 
-    def run(self) -> None:
-        if self._links.uplinks_are_limited:
-            self._run_together()
-        else:
-            self._run_in_turn()
-
     def _send(self, ends: Ints, nbytes: Floats) -> tuple[Ints, Floats]:
         """Count messages that leave. Returns their paths and latencies."""
         paths, latency = self._links.paths(ends)
@@ -182,32 +131,9 @@ class _Clock:
         self.messages += len(nbytes)
         return paths, latency
 
-    def _run_in_turn(self) -> None:
-        for number in range(self._traffic.groups):
-            group = _Messages(*self._traffic.group(number))
-            paths, latency = self._send(group.ends, group.nbytes)
-            delivered = self._deliver(paths, group.nbytes, self.done[group.ends].max(axis=0) + latency)
-            for ranks in group.ends:
-                np.maximum.at(self.done, ranks, delivered)
-            self.done += group.reduced / self._reduction
-
-    def _deliver(self, paths: Ints, nbytes: Floats, begins: Floats) -> Floats:
-        """The times at which messages are delivered that share links with each other only."""
-        capacity = self._links.capacity
-        loads = np.bincount(paths.ravel(), minlength=len(capacity))
-        sharing = np.flatnonzero(((loads[paths] > 1) & np.isfinite(capacity[paths])).any(axis=0))
-        times: Floats = begins + nbytes / capacity[paths].min(axis=0)
-        flows = Flows(capacity, len(paths), 1)
-        flows.add(sharing[np.newaxis], paths[:, sharing], nbytes[sharing], begins[sharing])
-        now = 0.0
-        while (moment := flows.next_event(now)) < np.inf:
-            times[flows.advance(now, moment)[0]] = moment
-            now = moment
-        return times
-
-    def _run_together(self) -> None:
+    def run(self) -> None:
         size = self._traffic.size
-        flows = Flows(self._links.capacity, self._links.hops, 2)
+        flows = Flows(self._links.capacity)
         at = np.zeros(size, np.int64)  # the step group that each rank is in, or begins next
         begins = np.full(size, 0.0 if self._traffic.groups else np.inf)  # when the rank begins it; infinity once it has
         waits = np.zeros(size, np.int64)  # messages of it that the rank still waits for

@@ -1,1 +1,0 @@
-"""A simulated network of thousands of ranks."""

@@ -64,96 +64,28 @@ def in_units(count: int) -> str:
     return f"{count} B"
 
 
-def _choice(*words: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in words:
-            raise ValueError(text)
-        return text
+def parser(
+    convert: Callable[[str], Any], expected: str | None, accepts: Callable[[Any], bool] = lambda value: True
+) -> Callable[[str], Any]:
+    """A function that reads a text, and says in its docstring what it expects; raises ValueError for another text."""
 
-    parse.__doc__ = "one of " + ", ".join(words)
+    def parse(text: str) -> Any:
+        value = convert(text)
+        if not accepts(value):
+            raise ValueError(text)
+        return value
+
+    parse.__doc__ = expected
     return parse
 
 
-def _seconds(text: str) -> float:
-    """a positive number of seconds"""
-    value = float(text)
-    if not value > 0:
-        raise ValueError(text)
-    return value
-
-
-def _seconds_or_off(text: str) -> float:
-    """a number of seconds, 0 or more"""
-    value = float(text)
-    if not value >= 0:
-        raise ValueError(text)
-    return value
-
-
-def _milliseconds(text: str) -> float:
-    """a number of milliseconds, 0 or more"""
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError(text)
-    return value
-
-
-def _fraction(text: str) -> float:
-    """a number from 0 to 1"""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise ValueError(text)
-    return value
-
-
-def _count(text: str) -> int:
-    """a whole number, 0 or more"""
-    value = int(text)
-    if value < 0:
-        raise ValueError(text)
-    return value
-
-
-def _positive(text: str) -> int:
-    """a whole number, 1 or more"""
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
-
-
-def _device(text: str) -> int:
-    """the number of a GPU, 0 or more"""
-    return _count(text)
-
-
-def _size_or_measured(text: str) -> int:
-    """a number of bytes such as 4096, 512K or 64M, or auto"""
-    return -1 if text.strip().lower() == "auto" else parse_bytes(text)
-
-
-def _size(text: str) -> int:
-    """a number of bytes such as 4096, 512K or 64M"""
-    return parse_bytes(text)
-
-
-def _path(text: str) -> str:
-    """a path"""
-    return text
-
-
-def _interface(text: str) -> str:
-    """the name, address or network of an interface"""
-    return text
-
-
-def _rendezvous(text: str) -> str:
+def parse_address(text: str) -> tuple[str, int]:
     """an address such as tcp://node1:29400"""
     scheme, _, address = text.partition("://")
-    host, colon, port = address.rpartition(":")
-    if scheme != "tcp" or not host or not colon or not 0 < int(port) < 65536:
+    host, _, port = address.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(text)
-    return text
+    return host.strip("[]"), int(port)
 
 
 def parse_bool(text: str) -> bool:
@@ -164,27 +96,33 @@ def parse_bool(text: str) -> bool:
     return word in ("1", "true", "yes", "on")
 
 
-def _level(text: str) -> str:
-    return _choice(*LOG_LEVELS)(text.strip().lower())
-
-
-_level.__doc__ = _choice(*LOG_LEVELS).__doc__
+def _choice(*words: str) -> Callable[[str], str]:
+    return parser(str, "one of " + ", ".join(words), words.__contains__)
 
 
 def _if_true(value: Any) -> Callable[[str], Any]:
     """A switch of Horovod that selects one value of a setting; switched off it has no effect."""
-
-    def parse(text: str) -> Any:
-        return value if parse_bool(text) else None
-
-    parse.__doc__ = parse_bool.__doc__
-    return parse
+    return parser(lambda text: value if parse_bool(text) else None, parse_bool.__doc__)
 
 
-def _horovod_timeline(text: str) -> str | None:
-    """a path, or DYNAMIC"""
-    # DYNAMIC prepares Horovod for start_timeline(), which needs no preparation here.
-    return None if text == "DYNAMIC" else text
+count = parser(int, "a whole number, 0 or more", lambda value: value >= 0)
+_positive = parser(int, "a whole number, 1 or more", lambda value: value >= 1)
+_seconds = parser(float, "a positive number of seconds", lambda value: value > 0)
+_seconds_or_off = parser(float, "a number of seconds, 0 or more", lambda value: value >= 0)
+_milliseconds = parser(float, "a number of milliseconds, 0 or more", lambda value: 0 <= value < float("inf"))
+_fraction = parser(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+_device = parser(count, "the number of a GPU, 0 or more")
+_size = parser(parse_bytes, "a number of bytes such as 4096, 512K or 64M")
+_size_or_measured = parser(
+    lambda text: -1 if text.strip().lower() == "auto" else parse_bytes(text),
+    "a number of bytes such as 4096, 512K or 64M, or auto",
+)
+_path = parser(str, "a path")
+_interface = parser(str, "the name, address or network of an interface")
+_rendezvous = parser(str, parse_address.__doc__, lambda text: bool(parse_address(text)))
+_level = parser(lambda text: text.strip().lower(), _choice(*LOG_LEVELS).__doc__, LOG_LEVELS.__contains__)
+# DYNAMIC prepares Horovod for start_timeline(), which needs no preparation here.
+_horovod_timeline = parser(lambda text: None if text == "DYNAMIC" else text, "a path, or DYNAMIC")
 
 
 def _setting(
@@ -204,7 +142,7 @@ def _setting(
         default: its value if no variable sets it.
         parse: parses the text; its docstring says what is expected.
         alias: Horovod's variable with the same meaning of the text.
-        others: Horovod's variables whose text has another meaning, with their parsers; a parser that returns None
+        aliases: Horovod's variables whose text has another meaning, with their parsers; a parser that returns None
             leaves the setting unset. They take precedence over ``alias``.
         alike: whether all ranks must have the same value.
         of_rank_0: whether rank 0's value applies to all ranks.
@@ -238,7 +176,7 @@ class Config:
     peer_timeout: float = _setting("COLLECTIVES_PEER_TIMEOUT", 10.0, _seconds)
     """Time after which a rank on another host that gives no sign of life counts as failed. A process whose threads
     cannot run for so long, because one of them keeps Python's lock, looks the same."""
-    local_size: int = _setting("COLLECTIVES_LOCAL_SIZE", 0, _count)
+    local_size: int = _setting("COLLECTIVES_LOCAL_SIZE", 0, count)
     """Treat each block of this many consecutive ranks as one host; 0: use the actual hosts."""
     allow_single: bool = _setting("COLLECTIVES_ALLOW_SINGLE", False, parse_bool, alike=False)
     """Whether a process that a launcher started as one of several may make a world of one rank if it finds no other."""
@@ -252,7 +190,7 @@ class Config:
     """Maximum bytes of tensors that are fused into one reduction; 0: no fusion."""
     cycle_time: float = _setting("COLLECTIVES_CYCLE_TIME", 1.0, _milliseconds, alias="HOROVOD_CYCLE_TIME", alike=False)
     """Milliseconds (not seconds, as in Horovod) for which the background thread collects operations before it acts."""
-    cache_capacity: int = _setting("COLLECTIVES_CACHE_CAPACITY", 1024, _count, alias="HOROVOD_CACHE_CAPACITY")
+    cache_capacity: int = _setting("COLLECTIVES_CACHE_CAPACITY", 1024, count, alias="HOROVOD_CACHE_CAPACITY")
     """Number of operations in the request cache, whose repetition is negotiated by number; 0: no cache."""
     stall_warning: float = _setting(
         "COLLECTIVES_STALL_WARNING",
@@ -284,7 +222,7 @@ class Config:
     """Whether the fusion threshold and the cycle time are tuned while the program runs."""
     autotune_log: str = _setting("COLLECTIVES_AUTOTUNE_LOG", "", _path, alias="HOROVOD_AUTOTUNE_LOG", alike=False)
     """The file in which autotuning records its samples; empty: none."""
-    autotune_warmup: int = _setting("COLLECTIVES_AUTOTUNE_WARMUP", 3, _count, alias="HOROVOD_AUTOTUNE_WARMUP_SAMPLES")
+    autotune_warmup: int = _setting("COLLECTIVES_AUTOTUNE_WARMUP", 3, count, alias="HOROVOD_AUTOTUNE_WARMUP_SAMPLES")
     """Samples that are discarded at the beginning."""
     autotune_steps: int = _setting(
         "COLLECTIVES_AUTOTUNE_STEPS", 10, _positive, alias="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"

@@ -46,15 +46,11 @@ class Accelerator:
     """The device side of one world.
 
     Args:
-        context: of the world.
-        config: of the world.
         local_rank: this rank among those of its host.
-        turn: of this rank.
         on_failure: called when issued work can never end, because a peer is gone, and has been aborted.
 
     Attributes:
         calibrated: whether the ranks have measured what is quickest for tiny tensors.
-        connection: to the peers' GPUs.
     """
 
     def __init__(

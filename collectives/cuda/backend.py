@@ -24,14 +24,8 @@ class DeviceBackend:
     """The accelerator of a world, and the handles and tasks of its device tensors.
 
     Args:
-        context, config: of the world.
         local_rank: this rank among those of its host.
-        turn: of this rank.
         on_failure: told when work on the device has been aborted.
-
-    Attributes:
-        accelerator: of the world.
-        handles: makes the handles.
     """
 
     def __init__(

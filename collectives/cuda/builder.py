@@ -24,12 +24,7 @@ _ALIGN = 256
 
 
 class DevicePlans(Builder[DeviceChoice, DevicePlan]):
-    """Makes the device plans of one world. The ``kernel`` of its methods is an `Op`, the ``finish`` a `Scaling`.
-
-    Args:
-        placement: of the ranks.
-        kernels: of this rank's device.
-    """
+    """Makes the device plans of one world. The ``kernel`` of its methods is an `Op`, the ``finish`` a `Scaling`."""
 
     def __init__(self, placement: Placement, kernels: Kernels) -> None:
         super().__init__(placement)

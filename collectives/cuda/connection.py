@@ -52,11 +52,7 @@ class Connection:
     """The transports between the GPUs of one world's ranks.
 
     Args:
-        context, config: of the world.
-        device, executor, buffers: of this rank.
         events: number of interprocess events that peers may wait for.
-        wait: of the accelerator.
-        turn: of this rank; remembers whether the user was told about the transports.
         keep: keeps an object alive until the device is known to be idle.
 
     Attributes:

@@ -57,8 +57,6 @@ class DeviceExecutor:
     """Runs the device plans of one world.
 
     Args:
-        device: of this rank.
-        rank: this rank, in the group.
         state: of the world's host executor, which counts the groups on the board.
         board: of the ranks of this host; None if there is none.
         events: in a row: the largest number of stages of a plan over memory, plus one.
@@ -107,7 +105,6 @@ class DeviceExecutor:
 
         Args:
             table: of addresses, see `launches`.
-            dtype: of the elements.
             states: `capture_state` of all ranks, where plans may be replayed.
         """
         addresses = table.tobytes()

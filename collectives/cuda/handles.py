@@ -28,9 +28,7 @@ class DeviceHandles:
     """Makes the handles of one world for device tensors; see `collectives.engine.requests.Handles`.
 
     Args:
-        rank: of the world.
         requests: of the world, for device tensors.
-        accelerator: of the world.
     """
 
     def __init__(self, rank: int, requests: DeviceRequestCache, accelerator: Accelerator) -> None:
@@ -152,8 +150,6 @@ class _Alone:
     """Single-rank path: scale a tensor as if all ranks had reduced it, and round it as if it had travelled.
 
     Args:
-        accelerator: of the world.
-        entry: the request.
         source, out: elements of input and output.
     """
 

@@ -56,12 +56,7 @@ class Message:
 
 
 class Launch:
-    """A launch whose addresses are looked up in the table.
-
-    Args:
-        combination: of these jobs.
-        jobs: their sources and targets.
-    """
+    """A launch whose addresses are looked up in the table."""
 
     __slots__ = ("_at", "_offsets", "_pointers", "_which", "combination")
 
@@ -143,10 +138,8 @@ class LaunchBinder:
 
     Args:
         program: of one segment.
-        dtype: of the elements.
         block: elements that a segment takes from each chunk.
         segments: of the plan; above 1 only where all media are messages.
-        combine: creates launches.
         merges: whether the job that reduces in the first round may make the pushes of the second (`direct.allreduce`).
     """
 
@@ -166,7 +159,6 @@ class LaunchBinder:
         Args:
             pipelined: a stage is one round of one segment, and segments alternate, so that one is reduced while another
                 travels; otherwise a stage holds rounds of different segments, each one round behind the one before.
-            least_words, description: of the plan.
         """
         rounds, touched = self._merged() if self.merges else (self.program.rounds, dict(self.program.touched_by))
         stages: list[Stage] = []

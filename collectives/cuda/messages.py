@@ -42,8 +42,6 @@ class StagedMessages:
     """Messages through page-locked host memory.
 
     Args:
-        device: of this rank.
-        messages: between hosts.
         wait: blocks until the device is done with something.
     """
 

@@ -46,14 +46,7 @@ class DevicePath(Protocol):
 
 
 class SchedulePath:
-    """A schedule.
-
-    Args:
-        accelerator: of the world.
-        choice: the planner's.
-        plan: made for it.
-        dtype: of the elements.
-    """
+    """A schedule."""
 
     def __init__(self, accelerator: Accelerator, choice: DeviceChoice, plan: DevicePlan, dtype: np.dtype[Any]) -> None:
         self._accelerator = accelerator
@@ -78,16 +71,7 @@ class SchedulePath:
 
 
 class NcclPath:
-    """NCCL's own all-reduce, reduce-scatter, all-gather of equal shares, or broadcast.
-
-    Args:
-        accelerator: of the world.
-        collective: its name.
-        dtype, count: of the input's elements.
-        op: of a reduction.
-        finish: scaling of its result, or None.
-        root: of a broadcast.
-    """
+    """NCCL's own all-reduce, reduce-scatter, all-gather of equal shares, or broadcast."""
 
     def __init__(
         self,
@@ -135,12 +119,7 @@ class NcclPath:
 
 
 class HostPath:
-    """The host's engine, between page-locked copies of the blocks.
-
-    Args:
-        accelerator: of the world.
-        request: the same request for host memory.
-    """
+    """The host's engine, between page-locked copies of the blocks; ``request`` is the same one for host memory."""
 
     def __init__(self, accelerator: Accelerator, request: CachedRequest) -> None:
         context = accelerator.context
@@ -173,15 +152,7 @@ def allreduce_path(
     finish: Scaling | None,
     host: CachedRequest,
 ) -> DevicePath:
-    """The path of an all-reduce.
-
-    Args:
-        accelerator: of the world.
-        choice: the planner's.
-        count, dtype, op: of the elements.
-        finish: scaling of the result, or None.
-        host: the same request for host memory.
-    """
+    """The path of an all-reduce; ``host`` is the same request for host memory."""
     if choice.transport == "host":
         return HostPath(accelerator, host)
     if choice.native:

@@ -68,7 +68,6 @@ class DevicePlanner:
     """Chooses for device tensors.
 
     Args:
-        placement: of the ranks.
         facts: the same on every rank.
         transport: set for all calls by the environment, or "auto".
     """
@@ -94,7 +93,6 @@ class DevicePlanner:
         """Decide for one call.
 
         Args:
-            collective: its name.
             nbytes: as for `collectives.plan.planner.Planner.choose`.
             native: whether NCCL reduces this dtype and operation as we do; True for collectives that only move data.
             algorithm, transport: set for this call; None or "auto": chosen here.

@@ -60,12 +60,7 @@ class TensorSpec:
 
 
 class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
-    """The requests of one world for tensors on GPUs.
-
-    Args:
-        size: of the world.
-        planner, host: of its host memory.
-    """
+    """The requests of one world for tensors on GPUs."""
 
     def __init__(self, size: int, planner: Planner, host: HostRequestCache) -> None:
         super().__init__(size)

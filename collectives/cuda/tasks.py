@@ -64,7 +64,6 @@ class DeviceTask:
     """What the tasks have in common: the two halves, and connecting the devices between them.
 
     Args:
-        accelerator: of the world.
         entry: the request; of a bucket, the first.
     """
 

@@ -79,15 +79,7 @@ class DeviceBlock:
 
 
 class Transfer:
-    """Runs plans between this rank's blocks and those of its peers.
-
-    Args:
-        rank, size: of the world.
-        control: of the world.
-        device: of this rank.
-        executor: that runs plans.
-        buffers: of the world.
-    """
+    """Runs plans between this rank's blocks and those of its peers."""
 
     def __init__(
         self, rank: int, size: int, control: Control, device: Device, executor: DeviceExecutor, buffers: DeviceBuffers
@@ -173,7 +165,6 @@ class Transfer:
         """The address of the block, or of a buffer in place of it that can be shared, and its words.
 
         Args:
-            name: of the buffer.
             copies: whether the block's contents are copied to the buffer.
         """
         if not block.nbytes:

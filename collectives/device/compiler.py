@@ -25,7 +25,6 @@ def compiled(source: str, capability: int) -> bytes:
     """The code of a CUDA C++ source, as the driver loads it.
 
     Args:
-        source: the text.
         capability: the GPU's compute capability, such as 90.
 
     Raises:

@@ -21,14 +21,13 @@ class Row(NamedTuple):
     """One requirement.
 
     Attributes:
-        what: its name.
-        found: what is installed; None if it is missing.
+        installed: its version, or whatever tells it; None if it is missing.
         advice: what to do; empty if nothing needs to be done.
         stops: whether GPU tensors cannot be used because of it.
     """
 
     what: str
-    found: str | None
+    installed: str | None
     advice: str = ""
     stops: bool = False
 
@@ -42,7 +41,7 @@ def report() -> list[Row]:
     cupy = _cupy(cuda)
     rows = [driver, _gpus(driver), cupy]
     if not cupy.stops:
-        package = cupy.found.partition(" ")[0] if cupy.found else ""
+        package = cupy.installed.partition(" ")[0] if cupy.installed else ""
         extra = f'pip install "{package}[ctk]", or set CUDA_PATH to a CUDA toolkit'
         rows += [_compiler(extra), _headers(extra)]
     return [*rows, _nccl(f"nvidia-nccl-cu{_major(cuda)}", loaded=not cupy.stops)]
@@ -52,7 +51,11 @@ def why_not() -> str | None:
     """Why GPU tensors cannot be used here and what to do, in one line; None if they can be used."""
     for row in report():
         if row.stops:
-            return f"no {row.what}: {row.advice}" if row.found is None else f"{row.what}, {row.found}: {row.advice}"
+            return (
+                f"no {row.what}: {row.advice}"
+                if row.installed is None
+                else f"{row.what}, {row.installed}: {row.advice}"
+            )
     return None
 
 
@@ -76,7 +79,7 @@ def _driver() -> tuple[Row, tuple[int, int] | None]:
 
 
 def _gpus(driver: Row) -> Row:
-    if driver.found is None:
+    if driver.installed is None:
         return Row("device", None, "none can be seen without the driver", stops=True)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = "see nvidia-smi" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}"

@@ -95,7 +95,6 @@ class Packing:
                 Tensors at multiples of 16 bytes move faster. Ignored for tensors without elements. May be changed as
                 soon as this returns.
             buffer: the address of ``total`` elements, a multiple of 16 bytes.
-            stream: on which the launch is enqueued.
         """
         if self._blocks:
             self._pack.launch(self._blocks, self._table(addresses, stream), buffer, stream)

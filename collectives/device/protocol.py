@@ -162,11 +162,8 @@ class Device(Protocol):
         """Launch a kernel.
 
         Args:
-            function: of `function`.
             grid: blocks in x and y.
-            threads: per block.
             parameters: the address of an array of pointers to the arguments, which are read before this returns.
-            stream: on which it is enqueued.
         """
 
     # ---- graphs

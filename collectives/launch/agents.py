@@ -62,9 +62,7 @@ class Agents:
     """The ranks of a job without MPI; see `job.Ranks`.
 
     Args:
-        places: the ranks of each host.
         command: the words for ``rank.py``, packed.
-        environment: the ranks'.
         config: the ranks' settings: how the launcher is reached, and how long silence is borne.
         remote: how other hosts are reached. Its timeout bounds the start.
 

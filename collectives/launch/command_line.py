@@ -9,12 +9,13 @@ import argparse
 import difflib
 import importlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from collectives import __version__
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch.options import IGNORED, REACHES, REFUSED, SWITCHES, VALUES, Reach, Value
+from collectives.launch.options import IGNORED, REACHES, REFUSED, SWITCHES, VALUES, parsed
 
 _EPILOG = """\
 examples:
@@ -46,6 +47,18 @@ _ONE_OF = (
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InvalidArgumentError(message)
+
+
+def _type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser as an argparse type, whose ValueErrors argparse shows unchanged."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
 
 
 def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
@@ -82,9 +95,8 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     parser.add_argument("--mpi", dest="launcher", action="store_const", const="mpi", help="--launcher mpi")
     parser.add_argument("--gloo", dest="launcher", action="store_const", const="ssh", help="--launcher ssh")
     for reach in REACHES:
-        parser.add_argument(
-            *reach.flags, dest=reach.flags[-1], metavar=reach.metavar, help=reach.help, type=_Parsed(reach)
-        )
+        convert = _type(partial(parsed, reach.parse))
+        parser.add_argument(*reach.flags, dest=reach.flags[-1], metavar=reach.metavar, help=reach.help, type=convert)
     mpi_args = parser.add_argument(
         "--mpi-args", "--binding-args", metavar="ARGS", type=_words, action="extend", default=[]
     )
@@ -216,7 +228,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Add all options of the table to a parser."""
     group = parser.add_argument_group("settings, for all ranks")
     for value in VALUES:
-        group.add_argument(*value.flags, dest=value.flags[0], metavar=value.metavar, help=value.help, type=_Text(value))
+        group.add_argument(
+            *value.flags, dest=value.flags[0], metavar=value.metavar, help=value.help, type=_type(value.text)
+        )
     for switch in SWITCHES:
         if switch.off:
             group.add_argument(
@@ -231,32 +245,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(
                 flag, dest="ignored", action=_Ignore, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS
             )
-
-
-class _Text:
-    """`Value.text` as an argparse type, with errors that argparse shows unchanged."""
-
-    def __init__(self, value: Value) -> None:
-        self._value = value
-
-    def __call__(self, text: str) -> str:
-        try:
-            return self._value.text(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-
-class _Parsed:
-    """`Reach.parse` as an argparse type."""
-
-    def __init__(self, reach: Reach) -> None:
-        self._parse = reach.parse
-
-    def __call__(self, text: str) -> Any:
-        try:
-            return self._parse(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {self._parse.__doc__}, got {text!r}") from None
 
 
 def chosen(options: argparse.Namespace) -> dict[str, str | bool]:

@@ -84,7 +84,6 @@ def run(ranks: Ranks, output: Output) -> int:
     """Run a job to its end.
 
     Args:
-        ranks: those of the job, not started.
         output: shows the ranks' output and collects their failure records.
 
     Returns:

@@ -23,11 +23,7 @@ _CLOCKS_DIFFER = 1.0
 
 
 class MpiRanks:
-    """The ranks of one ``mpirun``; see `job.Ranks`.
-
-    Args:
-        command, environment: the launcher's.
-    """
+    """The ranks of one ``mpirun``; see `job.Ranks`."""
 
     ends_within = 1.5
 

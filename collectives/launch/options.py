@@ -10,7 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.base.config import Config, parse_bool
+from collectives.base.config import Config, count, parse_bool, parser
+
+
+def parsed(parse: Callable[[str], Any], text: str, expected: str | None = None) -> Any:
+    """Parse a text; ``expected`` describes a valid one, as the parser's docstring does by default.
+
+    Raises:
+        ValueError: the text is invalid; says what is expected.
+    """
+    try:
+        return parse(text)
+    except (ValueError, IndexError):
+        raise ValueError(f"expected {expected or parse.__doc__}, got {text!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +32,6 @@ class Value:
     Attributes:
         flags: its spellings; the first is its name in the table.
         setting: the field of `Config` that it sets.
-        metavar, help: for ``--help``.
         key: ``section.key`` in a configuration file; empty: none.
         template: converts the option's text to the variable's.
         expected: describes a valid text, if it differs from that of the variable.
@@ -35,20 +46,11 @@ class Value:
     expected: str = ""
 
     def text(self, word: str) -> str:
-        """Return the variable's text for the option's.
-
-        Raises:
-            ValueError: the text is invalid; says what is expected.
-        """
+        """Return the variable's text for the option's; raises as `parsed`."""
         metadata = Config.__dataclass_fields__[self.setting].metadata
         parse = metadata["sources"][metadata["variable"]]
         text = self.template.format(word)
-        try:
-            if not word.strip():
-                raise ValueError(word)
-            parse(text)
-        except (ValueError, IndexError):
-            raise ValueError(f"expected {self.expected or parse.__doc__}, got {word!r}") from None
+        parsed(lambda word: parse(text) if word.strip() else _anything(word), word, self.expected or parse.__doc__)
         return text
 
 
@@ -57,10 +59,8 @@ class Switch:
     """An option without a value: ``--autotune``, and ``--no-autotune`` if it can be switched off.
 
     Attributes:
-        flags: its spelling.
         on: variables' texts by setting when on; options with values take precedence over these.
         off: variables' texts by setting when off; these take precedence over options with values.
-        help: for ``--help``.
         key: ``section.key`` in a configuration file.
         tells: the variable that ``horovodrun`` sets, and its texts for on and off; empty: that of the setting.
     """
@@ -73,27 +73,12 @@ class Switch:
     tells: tuple[str, ...] = ()
 
 
-def _anything(text: str) -> str:
-    """some text"""
-    if not text.strip():
-        raise ValueError(text)
-    return text
-
-
-def _number(text: str) -> int:
-    """a whole number, 0 or more"""
-    if not text.strip().isdecimal():
-        raise ValueError(text)
-    return int(text)
-
-
 @dataclass(frozen=True, slots=True)
 class Ignored:
     """An option of Horovod's that has no effect here; using it prints a message with the reason.
 
     Attributes:
         flags: its spellings; ``--no-...`` is the negation.
-        why: the reason.
         parse: parses its value; its docstring describes valid values. None: it has no value.
         keys: ``section.key`` in a configuration file.
         variable: the one that ``horovodrun`` sets; empty: none.
@@ -115,14 +100,9 @@ class Ignored:
             name: the spelling, or the key.
             text: the value; None: there is none.
 
-        Raises:
-            ValueError: the text is invalid; says what is expected.
+        Raises as `parsed`.
         """
-        parse = self.parse or parse_bool
-        try:
-            on = not name.startswith("--no-") if text is None else parse(text)
-        except ValueError:
-            raise ValueError(f"expected {parse.__doc__}, got {text!r}") from None
+        on = not name.startswith("--no-") if text is None else parsed(self.parse or parse_bool, text)
         if not self.variable:
             return {}
         return {self.variable: str(on) if self.parse else (self.on if on else self.off)}
@@ -145,19 +125,9 @@ class Reach:
     why: str
 
 
-def _port(text: str) -> int:
-    """a port, from 1 to 65535"""
-    if not 1 <= _number(text) <= 65535:
-        raise ValueError(text)
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    """a positive number of seconds"""
-    if not 0 < float(text) < float("inf"):
-        raise ValueError(text)
-    return float(text)
-
+_anything = parser(str, "some text", lambda text: bool(text.strip()))
+_port = parser(int, "a port, from 1 to 65535", lambda port: 1 <= port <= 65535)
+_seconds = parser(float, "a positive number of seconds", lambda seconds: 0 < seconds < float("inf"))
 
 VALUES = (
     Value(
@@ -338,27 +308,27 @@ IGNORED = (
     Ignored(
         ("--num-nccl-streams",),
         "NCCL has one stream",
-        _number,
+        count,
         keys=("library_options.num_nccl_streams",),
         variable="HOROVOD_NUM_NCCL_STREAMS",
     ),
     Ignored(
         ("--thread-affinity",),
         _BY_SYSTEM,
-        _number,
+        count,
         keys=("library_options.thread_affinity",),
         variable="HOROVOD_THREAD_AFFINITY",
     ),
     Ignored(
         ("--ccl-bgt-affinity", "--mlsl-bgt-affinity"),
         _BY_SYSTEM,
-        _number,
+        count,
         keys=("library_options.ccl_bgt_affinity", "library_options.mlsl_bgt_affinity"),
     ),
     Ignored(
         ("--gloo-timeout-seconds",),
         "gloo is not used; see --timeout",
-        _number,
+        count,
         keys=("library_options.gloo_timeout_seconds",),
         variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
     ),

@@ -105,7 +105,6 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
         placement: the expected number of ranks on each host, ``"2,2"``, to set Horovod's variables; empty: do not.
         terminal: ``"LINES COLUMNS 1 2"``: the size of the launcher's terminal, and which of its streams are on it;
             empty: none.
-        command: the rank's.
     """
     launcher = os.getppid()
     rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")

@@ -57,7 +57,6 @@ def merge(environment: Mapping[str, str], flags: Chosen, file: Chosen) -> dict[s
     """Return the environment for the ranks.
 
     Args:
-        environment: the launcher's own.
         flags: settings chosen by options; take precedence over the file.
         file: settings chosen by the configuration file; take precedence over the environment.
     """

@@ -69,8 +69,8 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
 
     rows = diagnosis.report()
     for row in rows:
-        lines.append(_line(f"GPU: {row.what}", row.found or "", row.advice))
-        if row.found and row.advice:
+        lines.append(_line(f"GPU: {row.what}", row.installed or "", row.advice))
+        if row.installed and row.advice:
             lines.append(f"        {row.advice}")
     lines += [
         "",

@@ -93,7 +93,6 @@ def address_for(hosts: Sequence[str], interface: str, ssh: Ssh) -> str:
     """Return this host's address for ranks on other hosts, or loopback if there are none.
 
     Args:
-        hosts: the other hosts.
         interface: the setting ``network_interface``; empty: the interface that leads to the first of the hosts.
 
     Raises:

@@ -263,13 +263,13 @@ class TensorFlow(Framework):
             )
 
 
-_KNOWN: dict[str | None, Framework] = {"torch": Torch(), "cupy": Cupy(), "jax": Jax(), "tensorflow": TensorFlow()}
+_BY_MODULE: dict[str | None, Framework] = {"torch": Torch(), "cupy": Cupy(), "jax": Jax(), "tensorflow": TensorFlow()}
 
 
 def of(tensor: Any) -> Framework:
     """The framework of a tensor."""
     kind: Any = type(tensor)
-    imported = _KNOWN.get(detection.framework(kind))
+    imported = _BY_MODULE.get(detection.framework(kind))
     if imported is not None:
         return imported
     module = detection.namespace(tensor)

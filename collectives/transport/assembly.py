@@ -70,7 +70,6 @@ def make_group(
     """Make a group that owns its wiring, which is closed if that fails; called on all ranks.
 
     Args:
-        config: this rank's settings.
         numbers: the ranks' numbers in messages.
         check: raises if a rank has failed before it reached the exchanges of this group.
         begun: called when the other ranks are told of an exception, and no sooner.

@@ -174,7 +174,6 @@ class Control(Protocol):
         """Announce that this rank has failed; the waits of its peers end with a RankFailedError that carries ``text``.
 
         Args:
-            text: the reason.
             in_call: it failed in the middle of the present call, which no rank may take part in any more.
         """
 

@@ -117,7 +117,7 @@ def rows() -> dict[str, diagnosis.Row]:
 
 
 def test_a_machine_with_everything(machine: Machine) -> None:
-    assert {what: row.found for what, row in rows().items()} == {
+    assert {what: row.installed for what, row in rows().items()} == {
         "driver": "for CUDA 13.0",
         "device": "2 x NVIDIA H200",
         "CuPy": "cupy-cuda13x 14.2.0",
@@ -134,7 +134,7 @@ def test_nothing_at_all(machine: Machine) -> None:
     machine.no_cupy()
     machine.packages.clear()
     found = rows()
-    assert [row.found for row in found.values()] == [None] * 4
+    assert [row.installed for row in found.values()] == [None] * 4
     assert found["CuPy"].advice == "pip install cupy-cuda13x (cupy-cuda12x if the driver is older than CUDA 13)"
     assert found["NCCL"].advice == "not needed within one host: pip install nvidia-nccl-cu13"
     assert str(diagnosis.why_not()).startswith(
@@ -205,7 +205,7 @@ def test_a_library_that_is_no_driver(machine: Machine, monkeypatch: pytest.Monke
 def test_a_cupy_that_does_not_work(error: Exception, said: str, machine: Machine) -> None:
     machine.broken_cupy(error)
     assert str(diagnosis.why_not()).startswith("no CuPy: ") and str(diagnosis.why_not()).endswith(said)
-    assert rows()["NCCL"].found == "2.32.3"
+    assert rows()["NCCL"].installed == "2.32.3"
 
 
 def test_a_cupy_that_is_too_old(machine: Machine) -> None:
@@ -216,7 +216,7 @@ def test_a_cupy_that_is_too_old(machine: Machine) -> None:
 def test_a_cupy_without_compiler_or_headers(machine: Machine) -> None:
     machine.headers(None)
     assert 'pip install "cupy-cuda13x[ctk]"' in rows()["headers"].advice
-    assert rows()["headers"].found is None
+    assert rows()["headers"].installed is None
     assert diagnosis.why_not() is None
     machine.no_nvrtc()
     assert str(diagnosis.why_not()).startswith(
@@ -236,7 +236,7 @@ def test_nccl_is_not_needed(machine: Machine) -> None:
 def test_an_older_nccl_does_less(code: int, number: str, old: bool, machine: Machine) -> None:
     machine.nccl(code)
     row = rows()["NCCL"]
-    assert (row.found, bool(row.advice), row.stops) == (number, old, False)
+    assert (row.installed, bool(row.advice), row.stops) == (number, old, False)
     if old:
         assert (
             "2.30" in row.advice and "NCCL_MULTI_RANK_GPU_ENABLE=1" in row.advice and "nvidia-nccl-cu13" in row.advice

@@ -70,7 +70,7 @@ class Mappings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[tuple[int, int], _Mapping] = {}
+        self._mapped: dict[tuple[int, int], _Mapping] = {}
         """By process and the allocation's number in it."""
         self._places: dict[int, list[tuple[int, int]]] = {}
         """Per process the start addresses and numbers of its allocations, ascending; they do not overlap."""
@@ -78,11 +78,11 @@ class Mappings:
     def take(self, device: Device, process: int, serial: int, base: int, nbytes: int, handle: bytes) -> int:
         """Map an allocation, or share its mapping. Returns its address in this process; pair each call with `give`."""
         with self._lock:
-            mapping = self._known.get((process, serial))
+            mapping = self._mapped.get((process, serial))
             if mapping is None:
                 for old in self._overlapping(process, base, nbytes):
                     self._forget(device, process, old)
-                mapping = self._known[process, serial] = _Mapping(device.import_memory(handle), base, nbytes)
+                mapping = self._mapped[process, serial] = _Mapping(device.import_memory(handle), base, nbytes)
                 bisect.insort(self._places.setdefault(process, []), (base, serial))
             mapping.users += 1
             return mapping.address
@@ -90,7 +90,7 @@ class Mappings:
     def give(self, device: Device, process: int, serial: int) -> int:
         """Release one use of a mapping, if it still exists. Returns the bytes unmapped, 0 while others use it."""
         with self._lock:
-            mapping = self._known.get((process, serial))
+            mapping = self._mapped.get((process, serial))
             if mapping is None:
                 return 0
             mapping.users -= 1
@@ -103,7 +103,7 @@ class Mappings:
         """The numbers of a process's allocations that overlap this range of its addresses."""
         places = self._places.get(process, [])
         at = bisect.bisect_left(places, (base,))
-        if at and self._known[process, places[at - 1][1]].end > base:
+        if at and self._mapped[process, places[at - 1][1]].end > base:
             at -= 1
         return [
             serial
@@ -113,7 +113,7 @@ class Mappings:
         ]
 
     def _forget(self, device: Device, process: int, serial: int) -> None:
-        mapping = self._known.pop((process, serial))
+        mapping = self._mapped.pop((process, serial))
         self._places[process].remove((mapping.base, serial))
         device.forget_memory(mapping.address)
 
@@ -149,8 +149,6 @@ class IpcMemory:
     """Device memory of the ranks of one host, as one of them sees it.
 
     Args:
-        rank: this rank, in the group.
-        device: this rank's.
         events: number of events that peers can wait for.
         quiesce: waits until the device has finished all work that this rank has issued.
 

@@ -41,8 +41,6 @@ class Turn:
         """Take the turn; the holder keeps it until another one takes it while the holder is not busy.
 
         Args:
-            holder: the new holder.
-            rank: this rank, for messages.
             timeout: seconds to wait for another world's work.
             check: raises if a peer has failed; called now and then.
 

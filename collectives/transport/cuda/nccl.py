@@ -153,7 +153,6 @@ def warm_up(communicator: Communicator, device: Device, scratch: int, stream: in
     Args:
         scratch: two bytes of device memory per rank. Allocated before any rank's kernel can wait for this rank, because
             an allocation may wait for all kernels on the device.
-        stream: for the exchange.
 
     Raises:
         CollectiveTimeoutError: it took longer than ``timeout`` seconds. The communicator has been aborted.

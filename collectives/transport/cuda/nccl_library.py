@@ -83,7 +83,6 @@ class NcclCommunicator:
     Args:
         binding: of `nccl_binding.load`.
         communicator: its communicator, connected.
-        device: of this rank.
     """
 
     def __init__(self, binding: Any, communicator: Any, rank: int, size: int, device: Device) -> None:
@@ -205,7 +204,7 @@ class NcclLibrary:
     """
 
     def __init__(self, binding: Any = None) -> None:
-        self._given = binding
+        self._replacement = binding
 
     def why_not(self) -> str | None:
         try:
@@ -267,4 +266,4 @@ class NcclLibrary:
         return NcclCommunicator(binding, communicator, rank, size, device)
 
     def _binding(self) -> Any:
-        return nccl_binding.load() if self._given is None else self._given
+        return nccl_binding.load() if self._replacement is None else self._replacement

@@ -33,7 +33,6 @@ class Watch:
     nothing that the callables refer to alive.
 
     Args:
-        device: the events' device.
         communicators: to be polled and aborted; read at every poll, so that the owner may extend it.
         check_peers: raises if a peer has died or failed.
         on_failure: called once, in the watchdog's thread, with the error, after everything has been aborted. Must not

@@ -70,7 +70,6 @@ class Board:
 
     Args:
         pages: one writable buffer of `board_bytes` per rank of the group; None for ranks on other hosts.
-        rank: this rank in the group.
         timeout: seconds that a wait may last while the peers are alive.
         spins: looks before the core is yielded; few where ranks outnumber cores.
         pause: yields the core to other ranks and threads.

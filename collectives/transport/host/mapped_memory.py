@@ -39,11 +39,7 @@ _mappings: weakref.WeakValueDictionary[tuple[int, int], _Mapping] = weakref.Weak
 
 
 class MappedMemory:
-    """The tensors of one group's ranks that lie in arenas. Methods may be called from any thread, but `close`.
-
-    Args:
-        board: of the ranks of this host.
-    """
+    """The tensors of one group's ranks that lie in arenas. Methods may be called from any thread, but `close`."""
 
     def __init__(self, board: Board) -> None:
         self._board = board

@@ -51,7 +51,6 @@ class MemoryEndpoint:
     """`point_to_point.Endpoint` among the ranks of a host.
 
     Args:
-        board: of the group.
         posts: the post of each rank of the group; None for ranks on other hosts.
         reader: reads the peers' memory; None where the system does not allow that.
         mapped: the ranks' arenas; None where they cannot be mapped.

@@ -52,7 +52,6 @@ class Post:
 
     Args:
         memory: `post_bytes` of it; zeros at first.
-        ranks: the number of ranks of the host.
     """
 
     def __init__(self, memory: memoryview, ranks: int) -> None:
@@ -92,9 +91,9 @@ class Writer:
         self._ring = own_post.ring(peer)
         self._bytes = len(self._ring)
         self._words, self._written = own_post.words, Post.written(peer)
-        self._their_words, self._read = peer_post.words, Post.read(place)
+        self._peer_words, self._read = peer_post.words, Post.read(place)
         self._count = self._words[self._written]
-        self._seen = self._their_words[self._read]
+        self._seen = self._peer_words[self._read]
         """What the peer had read at the last look."""
         self.most_payload = self._bytes // 4
         """Bytes of payload that fit into one record beside its numbers, with room for other records."""
@@ -122,7 +121,7 @@ class Writer:
         left = self._bytes - at
         need = length if length <= left else left + length
         if written + need - self._seen > self._bytes:
-            self._seen = self._their_words[self._read]
+            self._seen = self._peer_words[self._read]
             if written + need - self._seen > self._bytes:
                 return False
         ring = self._ring
@@ -141,7 +140,7 @@ class Writer:
         """Whether a record without further numbers and payload, which never wraps around, can be published now."""
         most = self._bytes - HEADER.size
         if self._count - self._seen > most:
-            self._seen = self._their_words[self._read]
+            self._seen = self._peer_words[self._read]
         return self._count - self._seen <= most
 
     def release(self) -> None:
@@ -157,18 +156,18 @@ class Reader:
         self._array: Array = np.frombuffer(self._ring, np.uint8)
         self._bytes = len(self._ring)
         self._words, self._read = own_post.words, Post.read(peer)
-        self._their_words, self._written = peer_post.words, Post.written(place)
+        self._peer_words, self._written = peer_post.words, Post.written(place)
         self.count = self._words[self._read]
         """Bytes of records that were taken."""
         self._start = self._length = 0
 
     def written(self) -> int:
         """Bytes of records that the peer has put in so far; of them `count` were taken."""
-        return int(self._their_words[self._written])
+        return int(self._peer_words[self._written])
 
     def spin(self, looks: int) -> bool:
         """Whether there is anything that was not taken, at one of so many looks."""
-        words, at, count = self._their_words, self._written, self.count
+        words, at, count = self._peer_words, self._written, self.count
         for _ in range(looks):  # noqa: SIM110  # a generator takes three times as long
             if words[at] != count:
                 return True
@@ -177,7 +176,7 @@ class Reader:
     def next(self) -> tuple[int, ...] | None:
         """The header of the first record that was not taken; None if there is none."""
         read = self.count
-        while self._their_words[self._written] != read:
+        while self._peer_words[self._written] != read:
             start = read % self._bytes
             header = HEADER.unpack_from(self._ring, start)
             self._length = header[1]

@@ -96,9 +96,6 @@ def connect(rank: int, size: int, local: Sequence[int], exchange: Exchange, *, t
     """Share memory among the ranks of each host; collective over the group.
 
     Args:
-        rank: this rank in the group.
-        size: number of ranks in the group.
-        local: the ranks of this host.
         exchange: gathers every rank's value on every rank of the group.
         timeout: seconds that a later wait may last.
 

@@ -39,7 +39,6 @@ def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
 
     Args:
         comm: the communicator, which is duplicated; or the ranks.
-        config: the settings.
 
     Raises:
         TransportError: MPI may not be called from several threads.
@@ -81,7 +80,6 @@ class MpiWiring:
     """`assembly.Wiring` through a communicator, which the channel owns.
 
     Args:
-        channel: of the group.
         timeout: seconds that a wait may last.
         group: the name of a part of another group, for its notices; empty for the outermost group.
         watched: the heart of the outermost group, which a part of it uses.

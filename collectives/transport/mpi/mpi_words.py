@@ -18,11 +18,7 @@ _RECORD = 3
 
 
 class MpiWords:
-    """`network_control.Words` through MPI's allgather.
-
-    Args:
-        channel: of the group.
-    """
+    """`network_control.Words` through MPI's allgather."""
 
     carries = False
 

@@ -26,8 +26,6 @@ class Meeting:
     """The connection of one rank to this package's own store at a spot.
 
     Args:
-        spot: which rank, where.
-        key: the job's.
         timeout: seconds within which a process must serve the store.
         key_file: the user's file from which the key is derived; empty: it was given.
 

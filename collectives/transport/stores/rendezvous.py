@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from collectives.base import bounded_call, places
-from collectives.base.config import Config
+from collectives.base.config import Config, parse_address
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, TransportError
 from collectives.base.logging import saying_what_is_tried
 from collectives.transport.stores import job_key
@@ -52,7 +52,6 @@ class Place:
     """This process's rank, and where it meets the others.
 
     Attributes:
-        rank, size: of this process.
         store: of which all ranks have a client; None in a world of one.
         key: the job's; None: rank 0 makes one, and the first exchange tells it to the others. A process
             that can read a store served by another process can join.
@@ -133,9 +132,6 @@ def find(
     """Find where this process meets the other ranks, and connect to the store there.
 
     Args:
-        environment: of this process.
-        config: its settings.
-        asked: what the program told `init`.
         without_mpi: whether MPI cannot be loaded: then what MPI's launchers say counts, too.
 
     Returns:
@@ -209,11 +205,10 @@ def _rank_and_size(environment: Mapping[str, str], asked: Asked) -> tuple[int, i
 
 
 def _address(text: str) -> tuple[str, int]:
-    scheme, _, rest = str(text).partition("://")
-    host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise InvalidArgumentError(f"rendezvous={text!r}: expected an address such as tcp://node1:29400")
-    return host.strip("[]"), int(port)
+    try:
+        return parse_address(str(text))
+    except ValueError:
+        raise InvalidArgumentError(f"rendezvous={text!r}: expected {parse_address.__doc__}") from None
 
 
 def _torch_group(environment: Mapping[str, str]) -> Place | None:

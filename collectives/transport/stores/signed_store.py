@@ -44,7 +44,6 @@ class SignedStore:
     Args:
         store: of which all ranks have a client.
         key: the job's; None where the ranks have none yet, and sign nothing.
-        rank: this process's.
         how: where the ranks meet; for messages.
 
     Attributes:

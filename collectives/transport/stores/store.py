@@ -57,7 +57,6 @@ class StoreServer:
     """Serves a store.
 
     Args:
-        service: in whose thread it works.
         host, port: to listen on; port 0: any that is free.
         key: the job's; only who holds it is served.
 
@@ -144,8 +143,6 @@ class Store:
     """A client of a store. The methods may be called from any thread, one call at a time.
 
     Args:
-        host, port: where the store is served.
-        key: the job's.
         timeout: seconds that ``get`` waits for a key, and a ``wait`` without a timeout.
         service: in whose thread it works; one of its own by default, which `close` ends.
     """

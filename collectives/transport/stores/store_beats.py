@@ -35,8 +35,6 @@ class StoreBeats:
     """One rank's beats, and those that it watches.
 
     Args:
-        store: of this rank.
-        rank, size: of this process.
         timeout: seconds of silence after which a rank counts as dead.
         beat: what this rank's beats have, a nonce among it.
     """

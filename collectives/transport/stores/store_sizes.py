@@ -32,35 +32,35 @@ class StatedSizes:
         self._store, self._size = store, size
         self._own = {"rank": rank, "size": size, "by": by}
         self._key = ""
-        self._known: dict[str, Any] = {}
+        self._statement: dict[str, Any] = {}
         """The statement that was there when this rank began, or that it has made since."""
 
     def begin(self, key: str) -> None:
         """State how many ranks there are, unless this key already holds the same number."""
         self._key = key
-        self._known = self._store.find(key) or {}
-        if self._known.get("size") != self._size:
-            self._state(against=self._known)
+        self._statement = self._store.find(key) or {}
+        if self._statement.get("size") != self._size:
+            self._state(against=self._statement)
 
     @property
     def contradicted(self) -> bool:
         """Whether a process has stated another number, perhaps in an earlier attempt."""
-        return "against" in self._known
+        return "against" in self._statement
 
     def difference(self) -> str:
         """Who says what, if ranks that are here disagree; empty if they do not."""
         statement = self._store.get(self._key)
-        if statement["size"] == self._size and statement.get("against") in (None, self._known.get("against")):
+        if statement["size"] == self._size and statement.get("against") in (None, self._statement.get("against")):
             return ""
         self._state(against=statement if statement["size"] != self._size else statement["against"])
         return ", and ".join(
             f"rank {each['rank']} ({each['by']}) says that there are {each['size']} ranks"
-            for each in (self._known, self._known["against"])
+            for each in (self._statement, self._statement["against"])
         )
 
     def _state(self, against: dict[str, Any]) -> None:
         """Make a statement, which is not equal to any other."""
-        self._known = {**self._own, "number": secrets.token_hex(8)}
+        self._statement = {**self._own, "number": secrets.token_hex(8)}
         if against:
-            self._known["against"] = {name: what for name, what in against.items() if name != "against"}
-        self._store.set(self._key, self._known)
+            self._statement["against"] = {name: what for name, what in against.items() if name != "against"}
+        self._store.set(self._key, self._statement)

@@ -116,7 +116,6 @@ class Verification:
         greeting: is sent first.
         missing: bytes that are to be received next; 0: the other side holds the key, and gets `proof`. What comes after
             them belongs to the code that takes the connection over.
-        hello: the other side's.
         received, sent: the seals of the two directions.
     """
 

@@ -126,11 +126,9 @@ class Heart:
     """One rank's connections for beats and notices. Collective over the ranks of the mesh: every rank makes one.
 
     Args:
-        mesh: connects the ranks of the job.
         timeout: seconds of silence after which a rank counts as dead, the setting ``peer_timeout``. A process none of
             whose threads can run for so long, because an extension keeps Python's lock, is silent too.
         within: seconds for which the ranks wait for each other here.
-        check: as of `Mesh.open`.
 
     Raises:
         CollectiveTimeoutError, RankFailedError, TransportError: as `Mesh.open`.

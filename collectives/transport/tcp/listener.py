@@ -43,9 +43,7 @@ class Listener:
     """Accepts connections on one address.
 
     Args:
-        service: in whose thread it works.
         host, port: to listen on; port 0: any that is free.
-        key: the job's.
         accepted: called in the service's thread with the hello and the socket (non-blocking, TCP_NODELAY) of every
             connection that has proved the key; owns it.
 

@@ -52,7 +52,6 @@ class Mesh:
     """One process's end of the job's network. Made by `join`. Methods may be called from any thread.
 
     Attributes:
-        rank, size: in the job.
         hosts: each rank's host, as `network.identity` has it.
         names: each rank's host name, for messages.
         service: the thread in which connections are accepted and dialled.
@@ -86,7 +85,6 @@ class Mesh:
 
         Args:
             exchange: gathers every rank's value (of JSON's types) on every rank, in rank order.
-            rank: this process's.
             key: the job's; None on all ranks: rank 0 makes one, and ``exchange`` tells it to the others.
             interface: the setting ``network_interface``; empty: loopback if all ranks are on this host, else the
                 interface that leads to the others.
@@ -236,7 +234,6 @@ class Links:
         mesh: of all ranks of the job.
         group: its name, alike on its members and different from other groups'.
         members: the group's ranks, as ranks of the mesh.
-        check: of `Mesh.open`.
     """
 
     def __init__(

@@ -44,17 +44,13 @@ class TcpChannel:
     Made by all ranks of the group at the same time.
 
     Args:
-        links: of the group.
         timeout: seconds that a wait may last.
         names: the ranks' numbers in messages.
-        notices: of the group.
         spins: looks at a connection before this rank sleeps; few where ranks outnumber cores.
 
     Attributes:
-        rank, size: in the group.
         check: called now and then during a wait; an exception from it ends the wait.
         failed, left, here, gone: as of `network_control.ControlChannel`.
-        bruck: the connections.
     """
 
     def __init__(

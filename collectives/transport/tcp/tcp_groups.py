@@ -34,8 +34,6 @@ def connect(
     A rank that raises leaves no other rank waiting: those that wait for it raise RankFailedError.
 
     Args:
-        exchange, rank, key: of `Mesh.join`.
-        config: this rank's settings.
         check: raises if a rank has failed that has not connected yet.
 
     Raises:
@@ -73,7 +71,6 @@ class TcpWiring:
         mesh, heart: of all ranks of the job.
         group: the group's name, different from any other group's of the job.
         members: the group's ranks, as ranks of the mesh.
-        config: the settings.
         end: called with `close`'s argument when the group is closed.
         check: looks for failures while the group's ranks connect; by default among its own notices.
     """

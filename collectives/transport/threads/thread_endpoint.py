@@ -28,7 +28,6 @@ class ThreadEndpoint:
     """`point_to_point.Endpoint` among threads.
 
     Args:
-        rank: in the group.
         queues: shared by its ranks.
         names: the ranks' numbers in messages.
     """

@@ -35,23 +35,7 @@ class DeviceBackend:
         requests = DeviceRequestCache(context.size, context.planner, context.entries)
         self.handles = DeviceHandles(context.rank, requests, self.accelerator)
         context.device_tasks = self._tasks
-        context.release_devices = self.release
-
-    def settle(self, within: float) -> bool:
-        """Wait at most ``within`` seconds for all issued work. Returns whether it is done."""
-        return self.accelerator.settle(within)
-
-    def release(self) -> int:
-        """Unmap the peers' memory, which is mapped again at its next use. Returns the bytes unmapped."""
-        return self.accelerator.release()
-
-    def trim(self) -> int:
-        """Free buffers that this rank has outgrown, once no peer has them mapped. Returns the bytes freed."""
-        return self.accelerator.trim()
-
-    def close(self) -> None:
-        """Stop using the peers' memory. No work may be left on the GPU."""
-        self.accelerator.close()
+        context.release_devices = self.accelerator.release
 
     def free(self) -> None:
         """Free everything. No peer may use this rank's memory any more."""

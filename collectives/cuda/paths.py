@@ -133,7 +133,7 @@ class HostPath:
         copy = copy_to_host(accelerator, source, dtype)
         in_place = out.address == source.address
         result = copy if in_place else accelerator.pinned("result", out.nbytes // dtype.itemsize, dtype)
-        self._handle = Handle(self._request, copy, result, _nothing)
+        self._handle = Handle(self._request, copy, result, lambda handle: None)
         return self._task.prepare_handles([self._handle])
 
     def run(self, source: DeviceBlock, out: DeviceBlock) -> None:
@@ -175,7 +175,3 @@ def copy_to_device(accelerator: Accelerator, array: Array, target: int) -> None:
     """Copy a page-locked array to an address; waits until it has arrived, because the memory is reused."""
     accelerator.device.copy(target, address(array), array.nbytes, accelerator.executor.main)
     accelerator.wait()
-
-
-def _nothing(handle: Handle) -> None:
-    """Results are copied to the device, not returned."""

@@ -125,10 +125,8 @@ class CupyDevice:
             raise refused(self, f"copy {nbytes} bytes from {source:#x} to {target:#x}", error) from error
 
     def clear(self, target: int, nbytes: int, stream: int) -> None:
-        try:
+        with Attempt(self, f"clear {nbytes} bytes at {target:#x}"):
             runtime.memsetAsync(target, 0, nbytes, stream)
-        except RuntimeError as error:
-            raise refused(self, f"clear {nbytes} bytes at {target:#x}", error) from error
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: int) -> Any:
         # CuPy's pool is per stream: memory freed on a stream is reused on that stream, and so after its last use there.
@@ -170,10 +168,8 @@ class CupyDevice:
             raise refused(self, "look at a stream", error) from error
 
     def drain(self, stream: int) -> None:
-        try:
+        with Attempt(self, "finish the work of a stream"):
             runtime.streamSynchronize(stream)
-        except RuntimeError as error:
-            raise refused(self, "finish the work of a stream", error) from error
 
     def create_event(self, *, shared: bool = False) -> int:
         flags = runtime.eventDisableTiming | (runtime.eventInterprocess if shared else 0)
@@ -210,10 +206,8 @@ class CupyDevice:
         return True
 
     def synchronize(self, event: int) -> None:
-        try:
+        with Attempt(self, "wait for an event"):
             runtime.eventSynchronize(event)
-        except RuntimeError as error:
-            raise refused(self, "wait for an event", error) from error
 
     # ---- sharing with other processes of the host
 

@@ -185,23 +185,17 @@ class Combination:
             shape["sources"][0, number] = sources
             shape["targets"][0, number] = targets
         # Addresses of the kernel's three arguments.
-        parameters = np.array([address(self._table[start:]), address(shape), address(self._scaling)], np.int64)
+        parameters = np.array([self._table[start:].ctypes.data, shape.ctypes.data, self._scaling.ctypes.data], np.int64)
         # One thread for every 16-byte word, but no more blocks than the device holds at once.
         words = -(-longest * itemsize // 16)
         room = max(1, self._device.multiprocessors * _BLOCKS_PER_MULTIPROCESSOR // len(jobs))
         grid = (min(-(-words // COMBINE_THREADS), room), len(jobs))
         self._kept += [shape, parameters]
-        self._launches.append((grid, address(parameters)))
+        self._launches.append((grid, parameters.ctypes.data))
 
 
 _SHAPE = np.dtype([("counts", np.int64, JOBS), ("sources", np.int32, JOBS), ("targets", np.int32, JOBS)])
 """The structure ``Shape`` of `kernel_templates`."""
-
-
-def address(array: Array) -> int:
-    """The address of an array's first element."""
-    first: int = array.ctypes.data
-    return first
 
 
 def _choose(op: Op | None, dtype: _Dtype, copies: bool, scaling: Scaling | None) -> tuple[Kernel, int]:

@@ -22,7 +22,7 @@ from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.device import kernel_sources
 from collectives.device.kernel_sources import PACK_THREADS, TILE_BYTES
-from collectives.device.kernels import Kernels, Scaling, address, bits, elements, scaling_argument, scaling_name
+from collectives.device.kernels import Kernels, Scaling, bits, elements, scaling_argument, scaling_name
 from collectives.device.protocol import Array, Device
 
 _Dtype = np.dtype[Any]
@@ -129,7 +129,7 @@ class Packing:
         if slot is None:
             slot = self._free_slot(len(key))
             slot.staging[:] = np.frombuffer(key, np.uint8)
-            device.copy(slot.table, address(slot.staging), len(key), stream)
+            device.copy(slot.table, slot.staging.ctypes.data, len(key), stream)
             device.record(slot.uploaded, stream)
         self._slots[key] = slot  # ordered by last use
         return slot.table
@@ -159,8 +159,8 @@ class _Mover:
         self._device, self._function = device, function
         self._tiles = np.array([tables, tables + extents, 0, 0], np.int64)  # the structure Tiles of the templates
         self._scaling = scaling_argument(scaling)
-        self._parameters = np.array([address(self._tiles), address(self._scaling)], np.int64)
-        self._parameters_at = address(self._parameters)
+        self._parameters = np.array([self._tiles.ctypes.data, self._scaling.ctypes.data], np.int64)
+        self._parameters_at = self._parameters.ctypes.data
 
     def launch(self, blocks: int, addresses: int, buffer: int, stream: int) -> None:
         self._tiles[2], self._tiles[3] = addresses, buffer
@@ -190,7 +190,7 @@ def _upload(device: Device, *tables: Array) -> int:
     nbytes = sum(table.nbytes for table in tables)
     staging, target, stream = device.pinned(nbytes), device.allocate(nbytes), device.create_stream()
     staging[:] = np.concatenate([table.reshape(-1).view(np.uint8) for table in tables])
-    device.copy(target, address(staging), nbytes, stream)
+    device.copy(target, staging.ctypes.data, nbytes, stream)
     device.drain(stream)
     device.destroy_stream(stream)
     return target

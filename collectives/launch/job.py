@@ -91,7 +91,9 @@ def run(ranks: Ranks, output: Output) -> int:
     """
     spare = set(descendants())
     began = time.time()
-    with _noticing() as notices, _adopting_orphans(), contextlib.closing(ranks):
+    with _noticing() as notices, contextlib.ExitStack() as after, contextlib.closing(ranks):
+        adopt_orphans()
+        after.callback(adopt_orphans, False)
         try:
             ranks.start(output)
             ended_by, when = _watch(ranks, notices, output)
@@ -198,16 +200,6 @@ def _noticing() -> Iterator[_Notices]:
             signal.signal(number, handler)
         os.close(wake)
         os.close(waker)
-
-
-@contextlib.contextmanager
-def _adopting_orphans() -> Iterator[None]:
-    """Adopt processes that a process of the job leaves behind when it dies."""
-    adopt_orphans()
-    try:
-        yield
-    finally:
-        adopt_orphans(False)
 
 
 def _sweep(ranks: Ranks, spare: set[int]) -> None:

@@ -23,7 +23,7 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.tensors import detection, dlpack
 from collectives.tensors.arena import MAPPED_FROM, arena
 from collectives.tensors.detection import Extent
-from collectives.tensors.host_frameworks import READERS, Array, Read, Wrap, frozen
+from collectives.tensors.host_frameworks import READERS, Array, Read, Wrap, read_only
 
 if TYPE_CHECKING:
     from collectives.tensors.cuda_tensors import DeviceView
@@ -153,8 +153,7 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
         if stream is not None:
             raise InvalidArgumentError(
                 f"stream: expected None for a tensor on the CPU, got {stream!r}: the numbers of {argument} "
-                f"({detection.describe(tensor)})"
-                " must be there when the operation is called"
+                f"({detection.describe(tensor)}) must be there when the operation is called"
             )
         array, wrap = read
     dtype = array.dtype
@@ -227,10 +226,10 @@ def _read(tensor: Any, argument: str) -> Read | None:
             )
         return tensor.view(np.ndarray), tensor.__array_wrap__
     if isinstance(tensor, np.generic):
-        return frozen(np.asarray(tensor)), _numpy_scalar
+        return read_only(np.asarray(tensor)), _numpy_scalar
     if kind in _PYTHON_SCALARS:
         try:
-            return frozen(np.asarray(tensor, _PYTHON_SCALARS[kind])), _python_scalar
+            return read_only(np.asarray(tensor, _PYTHON_SCALARS[kind])), _python_scalar
         except OverflowError:
             raise InvalidArgumentError(
                 f"{argument}: expected an int of at most 64 bits (int64), got {tensor}"

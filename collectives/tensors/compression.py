@@ -78,7 +78,11 @@ class _HalfCompressor(Compressor):
 
     @classmethod
     def decompress(cls, tensor: Any, context: Any) -> Any:
-        return _decompress(tensor, context)
+        if context is None:
+            return tensor
+        kind: Any = type(tensor)
+        framework = detection.framework(kind)
+        return _converted(view(tensor), context) if framework is None else _cast(framework, tensor, context)
 
 
 class FP16Compressor(_HalfCompressor):
@@ -144,9 +148,9 @@ def check(compression: Any) -> None:
     if is_built_in(compression):
         return
     expected = (
-        f"compression: expected "
-        f"Compression.{', Compression.'.join(name for name in vars(Compression) if name[0] != '_')}, or a class or"
-        " instance with compress(tensor) -> (tensor, context) and decompress(tensor, context) -> tensor"
+        "compression: expected "
+        f"Compression.{', Compression.'.join(name for name in vars(Compression) if name[0] != '_')}, or a class or "
+        "instance with compress(tensor) -> (tensor, context) and decompress(tensor, context) -> tensor"
     )
     kind = compression.__name__ if isinstance(compression, type) else f"{type(compression).__name__} {compression!r}"
     for name, arguments in (("compress", ("tensor",)), ("decompress", ("tensor", "context"))):
@@ -186,14 +190,6 @@ def _compress(tensor: Any, half: str) -> tuple[Any, Any]:
         ), dtype
     seen = view(tensor)
     return (_converted(seen, dtypes.resolve(half)), seen.dtype) if seen.dtype in _COMPRESSED else (tensor, None)
-
-
-def _decompress(tensor: Any, context: Any) -> Any:
-    if context is None:
-        return tensor
-    kind: Any = type(tensor)
-    framework = detection.framework(kind)
-    return _converted(view(tensor), context) if framework is None else _cast(framework, tensor, context)
 
 
 def _cast(framework: str, tensor: Any, dtype: Any) -> Any:

@@ -54,8 +54,7 @@ class Framework:
             if strided is None:
                 raise InvalidTypeError(
                     f"{argument}: expected a contiguous tensor, got one of shape {tensor.shape} and strides "
-                    f"{tensor.strides} (bytes);"
-                    " make it contiguous first"
+                    f"{tensor.strides} (bytes); make it contiguous first"
                 )
             with _on_own_stream(tensor.device, tensor.stream):
                 copy = sys.modules["cupy"].ascontiguousarray(strided)

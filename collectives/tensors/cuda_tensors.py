@@ -198,8 +198,7 @@ class DeviceView:
     def __repr__(self) -> str:
         return (
             f"DeviceView(shape={self.shape}, dtype={SUPPORTED[self.dtype]}, device={self.device.index}, "
-            f"stream={self.stream:#x},"
-            f" copied={self.copied}, writable={self.writable})"
+            f"stream={self.stream:#x}, copied={self.copied}, writable={self.writable})"
         )
 
 
@@ -234,8 +233,7 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
     if tensor_memory.address % dtype.itemsize:
         raise InvalidTypeError(
             f"{argument}: expected elements at multiples of their size ({dtype.itemsize} bytes), got a "
-            f"{detection.describe(tensor)} at"
-            f" address {tensor_memory.address:#x}; copy it first"
+            f"{detection.describe(tensor)} at address {tensor_memory.address:#x}; copy it first"
         )
     memory, address = tensor_memory.memory, tensor_memory.address
     if not contiguous:

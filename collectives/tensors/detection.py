@@ -66,17 +66,15 @@ def frozen(tensor: Any, argument: str, shape: Sequence[int], dtype: Any) -> Inva
     """The error for an in-place operation on a read-only tensor."""
     return InvalidArgumentError(
         f"{argument}: an in-place operation needs a writable tensor, got a read-only {describe(tensor)} of shape "
-        f"{tuple(shape)} and dtype"
-        f" {dtype}; use the operation that returns a new tensor, or copy it first"
+        f"{tuple(shape)} and dtype {dtype}; use the operation that returns a new tensor, or copy it first"
     )
 
 
 def overlapping(tensor: Any, argument: str, shape: Sequence[int], strides: Sequence[int]) -> InvalidArgumentError:
     """The error for an in-place operation on elements that share memory."""
     return InvalidArgumentError(
-        f"{argument}: an in-place operation needs elements that do not share memory, got a {describe(tensor)} of "
-        f"shape {tuple(shape)} and"
-        f" strides {tuple(strides)} (a broadcast or sliding view); copy it first"
+        f"{argument}: an in-place operation needs elements that do not share memory, got a {describe(tensor)} of shape "
+        f"{tuple(shape)} and strides {tuple(strides)} (a broadcast or sliding view); copy it first"
     )
 
 

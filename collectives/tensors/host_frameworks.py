@@ -22,7 +22,7 @@ Read = tuple[Array, Wrap | None]
 """A tensor's memory, and the conversion of results of its dtype to its type (None: results stay arrays)."""
 
 
-def frozen(array: Array) -> Array:
+def read_only(array: Array) -> Array:
     """Make an array read-only, and return it."""
     array.flags.writeable = False
     return array
@@ -72,7 +72,7 @@ def _read_torch(tensor: Any, argument: str) -> Read | None:
                 "such as collectives.torch.allreduce, and all others outside"
             ) from None
         array = _read_float8(plain, argument, error)
-    return frozen(array) if lazy else array, _wrap_torch
+    return read_only(array) if lazy else array, _wrap_torch
 
 
 def _read_float8(tensor: Any, argument: str, error: Exception) -> Array:
@@ -115,7 +115,7 @@ def _read_jax(tensor: Any, argument: str) -> Read | None:
         return None
     if platforms != {"cpu"}:
         raise detection.misplaced(tensor, argument, ", ".join(sorted(platforms)))
-    return frozen(np.asarray(tensor).view()), _wrap_jax
+    return read_only(np.asarray(tensor).view()), _wrap_jax
 
 
 def _wrap_jax(array: Array) -> Any:
@@ -142,7 +142,7 @@ def _read_tensorflow(tensor: Any, argument: str) -> Read | None:
     # Not numpy(), which copies. A variable's value shares its memory, which TensorFlow does not write to while the
     # value lives.
     array = np.asarray(tensor.read_value() if isinstance(tensor, tensorflow.Variable) else tensor)
-    return frozen(array.view()), wrap_tensorflow
+    return read_only(array.view()), wrap_tensorflow
 
 
 _TENSORFLOW_ALIGNMENT = 64

@@ -40,8 +40,7 @@ def handle(stream: Any, *, argument: str = "stream") -> int:
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise InvalidTypeError(
             f"{argument}: expected a CUDA stream (the driver's number, a cupy.cuda.Stream, a torch.cuda.Stream or an "
-            f"object with"
-            f" __cuda_stream__), got {describe(stream)}"
+            f"object with __cuda_stream__), got {describe(stream)}"
         )
     number = int(number)
     if number < 0:
@@ -58,10 +57,8 @@ def usable(stream: int, argument: str = "stream") -> int:
     if stream == PER_THREAD:
         raise InvalidArgumentError(
             f"{argument}: expected a stream that is the same in every thread, got the per-thread default stream "
-            f"(number 2, with CuPy from "
-            f"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1), for which other threads cannot wait; make another one current, "
-            f"such as "
-            f"cupy.cuda.Stream(non_blocking=True), or pass it as stream="
+            "(number 2, with CuPy from CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1), for which other threads cannot wait; "
+            "make another one current, such as cupy.cuda.Stream(non_blocking=True), or pass it as stream="
         )
     return stream
 

@@ -278,7 +278,7 @@ class World:
             released = self._context.make_room()  # first mappings of the peers' memory, then this rank's own
             self._pool.clear()
             arena.release()
-            return released + (self._devices.trim() if self._devices is not None else 0)
+            return released + (self._devices.accelerator.trim() if self._devices is not None else 0)
 
         released: int = self.operations.meet("empty_cache", release)
         return released
@@ -400,9 +400,9 @@ class World:
                 self._transfers.close()
                 return
             # The GPU's work for the peers must be done before they see that this rank has left.
-            settled = self._devices is not None and not failed and self._devices.settle(_SETTLE_WITHIN)
+            settled = self._devices is not None and not failed and self._devices.accelerator.settle(_SETTLE_WITHIN)
             if self._devices is not None and settled:
-                self._devices.close()
+                self._devices.accelerator.close()
             self._control.leave()
             self._transfers.close()
             if self._devices is None or not failed:  # the GPU may still work on what has failed
@@ -435,7 +435,7 @@ class World:
             if self._may_speak():
                 failed = engine.abandon() or engine.refusal is not None
                 if self._devices is not None and not failed:
-                    self._devices.settle(_SETTLE_WITHIN)
+                    self._devices.accelerator.settle(_SETTLE_WITHIN)
                 self._control.leave()
                 if engine.refusal is None:  # MPI is about to be finalised: nothing in flight may enter another round
                     engine.refuse(_ShutDown(self.ranks[self.rank]))

@@ -176,8 +176,7 @@ def warm_up(communicator: Communicator, device: Device, scratch: int, stream: in
     except TimeIsUpError:
         communicator.abort()
         raise CollectiveTimeoutError(
-            f"rank {rank}: NCCL could not connect with all of the {size - 1} other ranks within {timeout:g} s: does "
-            f"a firewall, or the "
-            f"wrong network (NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there"
+            f"rank {rank}: NCCL could not connect with all of the {size - 1} other ranks within {timeout:g} s: does a "
+            "firewall, or the wrong network (NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there"
         ) from None
     communicator.check()

@@ -260,8 +260,7 @@ class NcclLibrary:
         except TimeIsUpError:
             raise CollectiveTimeoutError(
                 f"rank {rank}: the {size} ranks did not all connect with NCCL within {timeout:g} s: does a firewall, "
-                f"or the wrong network "
-                f"(NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there"
+                "or the wrong network (NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there"
             ) from None
         return NcclCommunicator(binding, communicator, rank, size, device)
 

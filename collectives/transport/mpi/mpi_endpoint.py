@@ -17,7 +17,7 @@ import numpy as np
 from collectives.base.dtypes import SUPPORTED
 from collectives.base.errors import TransportError
 from collectives.transport.base import Array
-from collectives.transport.point_to_point import DTYPE_CODE, DTYPE_NAMES, AtOnce, Incoming, Outgoing
+from collectives.transport.point_to_point import DTYPE_CODE, DTYPE_NAMES, AtOnce, Incoming, Outgoing, Transfer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -85,24 +85,17 @@ class MpiEndpoint:
             self._finish_sends()
         self._called(self._take_envelopes)
         if self._receiving:
-            self._receiving = [entry for entry in self._receiving if not self._received(entry)]
+            self._receiving = [entry for entry in self._receiving if not self._ended(entry)]
 
     def _finish_sends(self) -> None:
-        self._sending = [entry for entry in self._sending if not self._sent(entry)]
+        self._sending = [entry for entry in self._sending if not self._ended(entry)]
 
-    def _sent(self, entry: tuple[MPI.Request, Any, Outgoing | None]) -> bool:
+    def _ended(self, entry: tuple[MPI.Request, Any, Transfer | None]) -> bool:
         request, _, message = entry
         if not self._called(request.Test):
             return False
         if message is not None:
             message.end()
-        return True
-
-    def _received(self, entry: tuple[MPI.Request, Array, Incoming]) -> bool:
-        request, _, message = entry
-        if not self._called(request.Test):
-            return False
-        message.end()
         return True
 
     def _take_envelopes(self) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import socket
-import time
 
-from collectives.base import interrupts
 from collectives.base.errors import CollectivesError, CollectiveTimeoutError, TransportError
 from collectives.base.places import Spot
+from collectives.transport.backoff import Backoff
 from collectives.transport.stores.store import Store, StoreServer
 from collectives.transport.tcp import network
 from collectives.transport.tcp.service import Service
@@ -45,10 +44,11 @@ class Meeting:
     def connect(self) -> Store:
         """Connect to the store. Rank 0 serves it unless another process already does."""
         first = self._spot.rank == 0
-        nap, end = _FIRST_NAP, time.monotonic() + (min(self._timeout, _SERVE_WITHIN) if first else self._timeout)
+        backoff, within = Backoff(_FIRST_NAP), min(self._timeout, _SERVE_WITHIN) if first else self._timeout
         try:
             while not any(self._try(port) or (first and self._serve(port)) for port in self._spot.ports):
-                late = time.monotonic() > end
+                backoff.look()
+                late = backoff.now > backoff.begun + within
                 if late and first:
                     raise TransportError(
                         f"rank 0: cannot serve a store ({self.how}): {self.reasons()}; name a free port with "
@@ -59,9 +59,7 @@ class Meeting:
                         f"rank {self._spot.rank}: waited {self._timeout:g} s for rank 0 to serve a store ({self.how}): "
                         f"{self.reasons()}; rank 0 must call init() on that host"
                     )
-                interrupts.check()
-                time.sleep(min(nap, max(0.0, end - time.monotonic())))
-                nap = min(2 * nap, _LONGEST_NAP)
+                backoff.nap(_LONGEST_NAP, backoff.begun + within)
         except BaseException:
             self.close()
             raise

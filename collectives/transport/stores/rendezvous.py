@@ -64,12 +64,9 @@ class Place:
     store: KeyValueStore | None
     key: bytes | None = field(repr=False)
     how: str
-    release: Callable[[], None] = field(default=lambda: None, repr=False)
+    close: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Ends the connection to the store. A store that this process serves stays."""
     serves: bool = False
-
-    def close(self) -> None:
-        """End the connection to the store. A store that this process serves stays."""
-        self.release()
 
 
 def exchange_of(place: Place, config: Config) -> StoreExchange:

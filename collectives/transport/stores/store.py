@@ -24,8 +24,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
-from collectives.base import interrupts
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, TransportError
+from collectives.transport.backoff import Backoff
 from collectives.transport.tcp import network
 from collectives.transport.tcp.authentication import SEAL_BYTES, Connection, receive
 from collectives.transport.tcp.listener import Listener, dial
@@ -234,17 +234,17 @@ class Store:
 
     def _dial(self, seconds: float) -> Connection:
         """Connect; anew where the server drops the connection because it has too many."""
-        end, nap = time.monotonic() + seconds, _FIRST_NAP
+        backoff = Backoff(_FIRST_NAP)
+        end = backoff.begun + seconds
         while True:
             try:
                 dialling = dial(self._service, *self.address, self._key, _hello(self.address[1]))
                 return self._service.run(dialling, end - time.monotonic())
             except (ConnectionResetError, BrokenPipeError):
-                if time.monotonic() + nap > end:
+                backoff.look()
+                if backoff.now + _LONGEST_NAP > end:
                     raise
-            interrupts.check()
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
+            backoff.nap(_LONGEST_NAP, end)
 
     def _where(self) -> str:
         return network.joined(*self.address)

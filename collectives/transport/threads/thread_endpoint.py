@@ -17,27 +17,24 @@ EAGER_BYTES = 8 << 10
 """Payloads up to this size are copied by the sender, who is then done."""
 
 
-class Queues:
-    """What the endpoints of one group share: for each rank a queue of functions, which it calls in `poll`."""
-
-    def __init__(self, size: int) -> None:
-        self.of = [deque[Callable[["ThreadEndpoint"], object]]() for _ in range(size)]
+Queue = deque[Callable[["ThreadEndpoint"], object]]
+"""Functions that a rank calls in `poll`."""
 
 
 class ThreadEndpoint:
     """`point_to_point.Endpoint` among threads.
 
     Args:
-        queues: shared by its ranks.
+        queues: of each rank of the group, shared by all.
         names: the ranks' numbers in messages.
     """
 
-    def __init__(self, rank: int, queues: Queues, names: Sequence[int]) -> None:
+    def __init__(self, rank: int, queues: Sequence[Queue], names: Sequence[int]) -> None:
         self.arrived: Callable[[Incoming], object] = lambda message: None
         self.at_once: AtOnce | None = None
         self._rank = rank
         self._names = names
-        self._queues = queues.of
+        self._queues = queues
 
     def send(self, message: Outgoing) -> None:
         array = message.array

@@ -24,7 +24,7 @@ from collectives.transport.group import Group
 from collectives.transport.host.board import Board, board_bytes
 from collectives.transport.host.board_control import BoardControl
 from collectives.transport.host.mapped_memory import MappedMemory
-from collectives.transport.threads.thread_endpoint import Queues, ThreadEndpoint
+from collectives.transport.threads.thread_endpoint import Queue, ThreadEndpoint
 
 
 def connect(
@@ -53,8 +53,8 @@ def connect(
     memory_pages = _pages(size)
     windows = [np.zeros(WINDOW_BYTES, np.uint8) for _ in range(size)]
     exchange = _Exchange(size, timeout)
-    mailboxes = _Mailboxes(size)
-    queues = Queues(size)
+    mailboxes: _Mailboxes = [[deque() for _ in range(size)] for _ in range(size)]
+    queues = [Queue() for _ in range(size)]
     ranks = ranks or tuple(range(size))
     groups = []
     for rank in range(size):
@@ -160,12 +160,12 @@ class ThreadMessages:
     def post_send(self, peer: int, block: Array) -> None:
         message = _Message(as_bytes(block))
         self._sends.append(message)
-        self._mailboxes.boxes[self._rank][peer].append(message)
+        self._mailboxes[self._rank][peer].append(message)
 
     def await_arrival(self, message: int, nbytes: int | None = None) -> None:
         while self._received < message:
             peer, into = self._receives.popleft()
-            box = self._mailboxes.boxes[peer][self._rank]
+            box = self._mailboxes[peer][self._rank]
             self._until(peer, lambda box=box: bool(box))  # type: ignore[misc]
             sent = box.popleft()
             into[:] = sent.block
@@ -240,11 +240,8 @@ class _Message:
         self.read = False
 
 
-class _Mailboxes:
-    """A queue of messages for each pair of ranks."""
-
-    def __init__(self, size: int) -> None:
-        self.boxes: list[list[deque[_Message]]] = [[deque() for _ in range(size)] for _ in range(size)]
+_Mailboxes = list[list[deque[_Message]]]
+"""A queue of messages for each sender and receiver."""
 
 
 class _Exchange:

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from types import FrameType
 from typing import Protocol
 
 from collectives.launch import shared_memory_cleanup
@@ -169,29 +168,22 @@ def _noticing() -> Iterator[_Notices]:
 
     The function takes seconds, descriptors to read from and to write to; it returns signals and ready descriptors.
     """
-    came: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
     wake, waker = os.pipe()
     for end in (wake, waker):
         os.set_blocking(end, False)
 
     def wait(seconds: float, sources: Sequence[int], sinks: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         readable, writable, _ = select.select([wake, *sources], sinks, [], seconds)
+        numbers: list[int] = []
         if wake in readable:
-            os.read(wake, 4096)
             readable.remove(wake)
-        taken = came[:]
-        del came[: len(taken)]
-        return taken, readable, writable
+            numbers = [number for number in os.read(wake, 4096) if number != signal.SIGCHLD]
+        return numbers, readable, writable
 
     # Signals that were ignored at start-up stay ignored: SIGHUP under nohup, SIGINT in a script's background.
     noted = [number for number in (*_FORWARDED, signal.SIGTSTP) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in noted}
-    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    previous = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    previous = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)  # first: it alone says which signal has arrived
+    before = {number: signal.signal(number, lambda number, frame: None) for number in (*noted, signal.SIGCHLD)}
     try:
         yield wait
     finally:

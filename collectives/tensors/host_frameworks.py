@@ -99,10 +99,6 @@ def _wrap_torch(array: Array) -> Any:
     return torch.from_numpy(array)
 
 
-def _read_cupy(tensor: Any, argument: str) -> None:
-    """CuPy arrays are always on a GPU."""
-
-
 def _read_jax(tensor: Any, argument: str) -> Read | None:
     jax: Any = sys.modules["jax"]
     if isinstance(tensor, jax.core.Tracer):
@@ -162,7 +158,7 @@ def wrap_tensorflow(array: Array) -> Any:
 
 READERS: dict[str, Callable[[Any, str], Read | None]] = {
     "torch": _read_torch,
-    "cupy": _read_cupy,
+    "cupy": lambda tensor, argument: None,  # always on a GPU
     "jax": _read_jax,
     "tensorflow": _read_tensorflow,
 }

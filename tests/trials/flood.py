@@ -21,6 +21,7 @@ from random import Random
 from statistics import median
 
 from collectives.base.errors import CollectivesError
+from collectives.transport.tcp import network
 from collectives.transport.tcp.authentication import make_key
 from collectives.transport.tcp.listener import Listener
 from collectives.transport.tcp.mesh import Inbox, Mesh
@@ -70,11 +71,9 @@ def dial_under_flood(attackers: int, dials: int, sources: Sequence[str]) -> list
         pids.append(os.fork())
         if pids[-1] == 0:
             attack((LOOPBACK, port), sources[number % len(sources)], number)
-    service = Service()
+    flooded_rank = iter([["flooded", network.stack(), {}, "", _JOB, True], (LOOPBACK, port)])
+    mesh = Mesh(lambda value: [next(flooded_rank), value], 1, key)
     try:
-        listener = Listener(service, LOOPBACK, 0, key, Inbox(_JOB, 1).put)
-        addresses = [(LOOPBACK, port), listener.address]
-        mesh = Mesh(1, key, _JOB, service, listener, Inbox(_JOB, 1), ["flooded", "other"], addresses)
         taken = []
         for number in range(dials):
             time.sleep(_BETWEEN)
@@ -83,7 +82,7 @@ def dial_under_flood(attackers: int, dials: int, sources: Sequence[str]) -> list
             taken.append(time.monotonic() - begun)
         return taken
     finally:
-        service.close()
+        mesh.close()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

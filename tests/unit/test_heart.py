@@ -37,7 +37,7 @@ def join(timeouts: Sequence[float]) -> list[tuple[Mesh, Heart]]:
             barrier.wait()
             return said
 
-        mesh = Mesh.join(exchange, rank, None)
+        mesh = Mesh(exchange, rank, None)
         return mesh, Heart(mesh, timeouts[rank], LONG)
 
     with concurrent.futures.ThreadPoolExecutor(size) as pool:

@@ -54,14 +54,14 @@ def exchanges(ranks: int) -> list[Callable[[Any], list[Any]]]:
 
 def meshes(ranks: int, key: bytes | None = None) -> list[Mesh]:
     with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
-        joining = [pool.submit(Mesh.join, exchange, rank, key) for rank, exchange in enumerate(exchanges(ranks))]
+        joining = [pool.submit(Mesh, exchange, rank, key) for rank, exchange in enumerate(exchanges(ranks))]
         return [mesh.result() for mesh in joining]
 
 
 @pytest.mark.parametrize("keys", [(None, KEY), (KEY, None)])
 def test_a_key_that_not_all_ranks_were_given_is_refused(keys: tuple[bytes | None, bytes | None]) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        joining = [pool.submit(Mesh.join, exchange, rank, keys[rank]) for rank, exchange in enumerate(exchanges(2))]
+        joining = [pool.submit(Mesh, exchange, rank, keys[rank]) for rank, exchange in enumerate(exchanges(2))]
         for rank, mesh in enumerate(joining):
             with pytest.raises(
                 MismatchError, match=f"rank {rank}: COLLECTIVES_KEY is set .* not on {keys.index(None)}"
@@ -117,7 +117,7 @@ def test_a_rank_that_fails_to_join_listens_no_more() -> None:
         return [value]
 
     with pytest.raises(ZeroDivisionError) as kept:
-        Mesh.join(exchange, 0, None)
+        Mesh(exchange, 0, None)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(said[1])
     assert kept
@@ -429,7 +429,7 @@ def test_an_interface_is_named_by_name_address_or_network() -> None:
 def test_loopback_leads_to_no_other_host() -> None:
     elsewhere = ["elsewhere", "elsewhere", {"eth0": ["192.0.2.7"]}, "", "", True]
     with pytest.raises(InvalidArgumentError, match=r"rank 0: .*=127\.0\.0\.0/8: 127\.0\.0\.1 is loopback"):
-        Mesh.join(lambda value: [value, elsewhere], 0, KEY, interface="127.0.0.0/8")
+        Mesh(lambda value: [value, elsewhere], 0, KEY, interface="127.0.0.0/8")
 
 
 def test_containers_that_share_the_network_of_their_machine_meet_at_loopback() -> None:
@@ -440,7 +440,7 @@ def test_containers_that_share_the_network_of_their_machine_meet_at_loopback() -
             inside = isinstance(value[0], str) and len(value) > 2
             return exchange([f"container{rank}", *value[1:]] if inside else value)
 
-        return Mesh.join(tell, rank, KEY)
+        return Mesh(tell, rank, KEY)
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         joining = [pool.submit(join, rank, exchange) for rank, exchange in enumerate(exchanges(2))]
@@ -475,7 +475,7 @@ def test_ranks_reach_each_other_by_ipv6(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("collectives.transport.tcp.mesh._REFUSED_WITHIN", 0.0)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         joining = [
-            pool.submit(Mesh.join, exchange, rank, KEY, interface="::1") for rank, exchange in enumerate(exchanges(2))
+            pool.submit(Mesh, exchange, rank, KEY, interface="::1") for rank, exchange in enumerate(exchanges(2))
         ]
         ranks = [mesh.result(20) for mesh in joining]
     assert {host for host, _ in ranks[0].addresses} == {"::1"}

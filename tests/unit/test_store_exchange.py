@@ -286,7 +286,7 @@ def test_a_rank_that_fails_before_it_has_connected_leaves_nobody_waiting(
     exchanges = [StoreExchange(store, rank, 2, 20, "here") for rank in range(2)]
 
     def fail() -> None:
-        mesh = Mesh.join(exchanges[1], 1, None)
+        mesh = Mesh(exchanges[1], 1, None)
         exchanges[1].leave(KeyboardInterrupt())
         mesh.close()
 

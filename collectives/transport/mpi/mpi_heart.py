@@ -1,4 +1,4 @@
-"""Heartbeats in MPI worlds of several hosts, where MPI does not say that a host has gone."""
+"""Heartbeats in MPI worlds of several hosts: MPI does not report the loss of a host."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def watch(channel: Channel, config: Config, *, needed: bool = False) -> MpiHeart
 
     try:
         try:
-            mesh = Mesh.join(exchange, channel.rank, None, interface=config.network_interface)
+            mesh = Mesh(exchange, channel.rank, None, interface=config.network_interface)
             heart = Heart(mesh, config.peer_timeout, _CONNECT_WITHIN, channel.look_for_failures)
         except (InvalidArgumentError, _ProblemElsewhereError):
             raise

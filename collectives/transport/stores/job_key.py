@@ -25,11 +25,8 @@ def from_environment(environment: Mapping[str, str]) -> bytes | None:
     text = environment.get(VARIABLE, "").strip()
     if not text:
         return None
-    try:
-        key = bytes.fromhex(text)
-    except ValueError:
-        key = b""
-    if len(key) < _LEAST_BYTES:
+    key = _key(text)
+    if key is None:
         raise InvalidArgumentError(
             f"{VARIABLE}: expected at least {2 * _LEAST_BYTES} hexadecimal digits, got {len(text)} characters; make "
             f'one with: python -c "import secrets; print(secrets.token_hex({_KEY_BYTES}))"'
@@ -61,11 +58,8 @@ def of_user(environment: Mapping[str, str], job: str) -> bytes:
             f"others can read or change {path}, so that it proves nothing: remove it, and a new one is made; or set "
             f"{VARIABLE} on all ranks"
         )
-    try:
-        key = bytes.fromhex(text)
-    except ValueError:
-        key = b""
-    if len(key) < _LEAST_BYTES:
+    key = _key(text)
+    if key is None:
         raise TransportError(f"{path} has no key: remove it, and a new one is made; or set {VARIABLE} on all ranks")
     return hmac.digest(key, job.encode(), "sha256")
 
@@ -79,6 +73,14 @@ def path_of_user(environment: Mapping[str, str]) -> Path:
             f"HOME, where the user's key lies, is not set: set it, or {VARIABLE} on all ranks"
         ) from None
     return Path(folder, "collectives", "key")
+
+
+def _key(text: str) -> bytes | None:
+    """The key that a text has in hexadecimal; None if it has none, or a short one."""
+    with suppress(ValueError):
+        key = bytes.fromhex(text)
+        return key if len(key) >= _LEAST_BYTES else None
+    return None
 
 
 def _make(path: Path) -> None:

@@ -49,80 +49,57 @@ _PING = "ping"
 
 
 class Mesh:
-    """One process's end of the job's network. Made by `join`. Methods may be called from any thread.
+    """One process's end of the job's network. Methods may be called from any thread. Made by the processes that call
+    ``exchange`` together, each once.
+
+    Args:
+        exchange: gathers every rank's value (of JSON's types) on every rank, in rank order.
+        rank: of this process, in the job.
+        key: the job's; None on all ranks: rank 0 makes one, and ``exchange`` tells it to the others.
+        interface: the setting ``network_interface``; empty: loopback if all ranks are on this host, else the interface
+            that leads to the others.
 
     Attributes:
         hosts: each rank's host, as `network.identity` has it.
         names: each rank's host name, for messages.
         service: the thread in which connections are accepted and dialled.
         addresses: where each rank listens.
+
+    Raises:
+        InvalidArgumentError, TransportError: no interface serves.
+        MismatchError: some ranks were given a key, and others were not.
     """
 
     def __init__(
-        self,
-        rank: int,
-        key: bytes,
-        job: str,
-        service: Service,
-        listener: Listener,
-        inbox: Inbox,
-        hosts: Sequence[str],
-        addresses: Sequence[tuple[str, int]],
+        self, exchange: Callable[[Any], list[Any]], rank: int, key: bytes | None, *, interface: str = ""
     ) -> None:
-        self.rank = rank
-        self.size = len(addresses)
-        self.hosts = hosts
-        self.names = [host.split()[0] for host in hosts]
-        self.service = service
-        self.addresses = addresses
-        self._key, self._job = key, job
-        self._listener = listener
-        self._inbox = inbox
-
-    @classmethod
-    def join(cls, exchange: Callable[[Any], list[Any]], rank: int, key: bytes | None, *, interface: str = "") -> Mesh:
-        """Join the processes that call ``exchange`` together, each once.
-
-        Args:
-            exchange: gathers every rank's value (of JSON's types) on every rank, in rank order.
-            key: the job's; None on all ranks: rank 0 makes one, and ``exchange`` tells it to the others.
-            interface: the setting ``network_interface``; empty: loopback if all ranks are on this host, else the
-                interface that leads to the others.
-
-        Raises:
-            InvalidArgumentError, TransportError: no interface serves.
-            MismatchError: some ranks were given a key, and others were not.
-        """
         own_key = (make_key() if key is None else b"").hex() if rank == 0 else ""
         own_host = [network.identity(), network.stack(), network.addresses()]
         answers = exchange([*own_host, own_key, secrets.token_hex(8), key is not None])
-        hosts, stacks, offers, keys, nonces, have_keys = zip(*answers, strict=True)
+        self.hosts, stacks, offers, keys, nonces, have_keys = zip(*answers, strict=True)
         if len(set(have_keys)) > 1:
             without = ", ".join(str(peer) for peer, has in enumerate(have_keys) if not has)
             raise MismatchError(
                 f"rank {rank}: COLLECTIVES_KEY is set on some ranks, but not on {without}: set it on all, or on none"
             )
-        key = key if key is not None else bytes.fromhex(keys[0])
-        job = nonces[0]
         address = network.address_of(interface) if interface else network.choose(stacks, offers, rank)
         if network.is_loopback(address) and len(set(stacks)) > 1:
             raise InvalidArgumentError(
                 f"rank {rank}: COLLECTIVES_NETWORK_INTERFACE={interface}: {address} is loopback, which the other hosts "
                 "cannot reach"
             )
-        service, inbox = Service(), Inbox(job, rank)
-        listener: Listener | None = None
+        self.rank, self.size = rank, len(answers)
+        self.names = [host.split()[0] for host in self.hosts]
+        self._key, self._job = key if key is not None else bytes.fromhex(keys[0]), nonces[0]
+        self.service, self._inbox = Service(), Inbox(self._job, rank)
+        self._listener: Listener | None = None
         try:
-            listener = Listener(service, address, 0, key, inbox.put)
-            inbox.address = listener.address
-            everywhere = [(host, int(port)) for host, port in exchange(listener.address)]
+            self._listener = Listener(self.service, address, 0, self._key, self._inbox.put)
+            self._inbox.address = self._listener.address
+            self.addresses = [(host, int(port)) for host, port in exchange(self._listener.address)]
         except BaseException:
-            if listener is not None:
-                listener.close()
-            service.close()
-            inbox.close()
+            self.close()
             raise
-        return cls(rank, key, job, service, listener, inbox, hosts, everywhere)
 
     def open(self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None) -> Connection:
         """The connection with ``peer`` on a channel: connected, proved, non-blocking, TCP_NODELAY. Both ranks call it,
@@ -221,8 +198,9 @@ class Mesh:
         return f"rank {peer} on {self.names[peer]}"
 
     def close(self) -> None:
-        """Stop to listen, and end the service. Connections that were taken stay open."""
-        self._listener.close()
+        """Stop listening, and end the service. Connections that were taken stay open."""
+        if self._listener is not None:
+            self._listener.close()
         self.service.close()
         self._inbox.close()
 
@@ -278,9 +256,9 @@ class Inbox:
 
     Args:
         job: of whose connections alone are let in: those of an earlier job of the same key are closed.
-        rank: this process's: what was dialled as another rank, or elsewhere than at ``address``, is closed. Somebody
-            else who listens where a rank has ended, or has others believe that it listens there, could otherwise pass
-            its connections on, proofs and all, and be between two ranks.
+        rank: this process's: what was dialled as another rank, or elsewhere than at ``address``, is closed.
+            Otherwise an attacker that listens where a rank has ended could forward its connections, proofs included,
+            and stand between two ranks.
 
     Attributes:
         address: what this process has told the others to dial, whatever is between the hosts.

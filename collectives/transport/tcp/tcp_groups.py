@@ -43,7 +43,7 @@ def connect(
         RankFailedError: a rank failed meanwhile.
         InvalidArgumentError: there is no such network interface.
     """
-    mesh = Mesh.join(exchange, rank, key, interface=config.network_interface)
+    mesh = Mesh(exchange, rank, key, interface=config.network_interface)
     heart, all_ranks = None, range(mesh.size)
     try:
         heart = Heart(mesh, config.peer_timeout, config.timeout, check)

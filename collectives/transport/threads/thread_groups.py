@@ -55,7 +55,25 @@ def connect(
     exchange = _Exchange(size, timeout)
     mailboxes: _Mailboxes = [[deque() for _ in range(size)] for _ in range(size)]
     queues = [Queue() for _ in range(size)]
-    ranks = ranks or tuple(range(size))
+    names = ranks or tuple(range(size))
+
+    def split(rank: int, members: Sequence[int]) -> Group | None:
+        """`Group.split`: the first member makes the groups of all, and the threads exchange them."""
+        chosen = sorted(members)
+        number = {member: place for place, member in enumerate(chosen)}
+        made = None
+        if rank == chosen[0]:
+            parts = [tuple(number[member] for member in host if member in number) for host in layout]
+            made = connect(
+                len(chosen),
+                hosts=[part for part in parts if part],
+                reads_private=reads_private,
+                timeout=timeout,
+                ranks=tuple(names[member] for member in chosen),
+            )
+        groups = exchange.exchange(rank, made)[chosen[0]]
+        return groups[number[rank]] if rank in number else None
+
     groups = []
     for rank in range(size):
         local = next(host for host in layout if rank in host)
@@ -65,7 +83,7 @@ def connect(
         memory = ThreadMemory(
             board, [window if p in local else None for p, window in enumerate(windows)], reads_private
         )
-        control = BoardControl(control_board, lambda value, rank=rank: exchange.exchange(rank, value))  # type: ignore[misc]
+        control = BoardControl(control_board, partial(exchange.exchange, rank))
         messages = ThreadMessages(rank, mailboxes, control_board, timeout)
         groups.append(
             Group(
@@ -75,44 +93,14 @@ def connect(
                 control,
                 memory,
                 messages,
-                _splitter(rank, ranks, layout, exchange, reads_private, timeout),
-                ranks,
+                partial(split, rank),
+                names,
                 memory.close,
-                open_endpoint=partial(ThreadEndpoint, rank, queues, ranks),
+                open_endpoint=partial(ThreadEndpoint, rank, queues, names),
             )
         )
-        if ranks != tuple(range(size)):
-            board.names = control_board.names = ranks
+        board.names = control_board.names = names
     return groups
-
-
-def _splitter(
-    rank: int,
-    ranks: Sequence[int],
-    layout: Sequence[Sequence[int]],
-    exchange: _Exchange,
-    reads_private: bool,
-    timeout: float,
-) -> Callable[[Sequence[int]], Group | None]:
-    """Make `Group.split`: the first member makes the groups of all, and the threads exchange them."""
-
-    def split(members: Sequence[int]) -> Group | None:
-        chosen = sorted(members)
-        number = {member: place for place, member in enumerate(chosen)}
-        made = None
-        if rank == chosen[0]:
-            hosts = [tuple(number[r] for r in host if r in number) for host in layout]
-            made = connect(
-                len(chosen),
-                hosts=[host for host in hosts if host],
-                reads_private=reads_private,
-                timeout=timeout,
-                ranks=tuple(ranks[member] for member in chosen),
-            )
-        groups = exchange.exchange(rank, made)[chosen[0]]
-        return groups[number[rank]] if rank in number else None
-
-    return split
 
 
 class ThreadMemory:

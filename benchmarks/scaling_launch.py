@@ -68,7 +68,7 @@ def check_options(options: Sequence[str], ranks: int) -> None:
         ValueError: no; says why.
     """
     from collectives.base.errors import InvalidArgumentError
-    from collectives.launch.cli import understand
+    from collectives.launch.cli import check_arguments
 
     for word in options:
         if word.split("=")[0] in _OWN:
@@ -76,7 +76,7 @@ def check_options(options: Sequence[str], ranks: int) -> None:
     if options and not options[0].startswith("-"):
         raise ValueError(f"expected options of collectivesrun, got {options[0]!r}; the command comes behind --")
     try:
-        understand(["-np", str(ranks), *options])
+        check_arguments(["-np", str(ranks), *options])
     except InvalidArgumentError as error:
         raise ValueError(str(error)) from None
 

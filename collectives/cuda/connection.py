@@ -162,9 +162,9 @@ class Connection:
 
     def _report(self, facts: DeviceFacts, every: list[_DeviceInfo]) -> None:
         """Log once, on rank 0, how the ranks reach each other."""
-        if self._context.rank or self._turn.told:
+        if self._context.rank or self._turn.reported:
             return
-        self._turn.told = True
+        self._turn.reported = True
         ranks, gpus = len(every), len({info.identity for info in every})
         how = ", ".join(f"{name} ({why or 'yes'})" for name, why in (("CUDA IPC", facts.ipc), ("NCCL", facts.nccl)))
         logger.info("GPU tensors: %d ranks on %d GPUs; %s", ranks, gpus, how)

@@ -134,7 +134,7 @@ def _spec(view: DeviceView, dtype: np.dtype[Any] | None = None) -> TensorSpec:
 
 
 def _check_forced(options: Options) -> None:
-    """Refuse what no rank could have; whether these ranks can is found out when all of them have come."""
+    """Refuse what no rank can have; whether these ranks have it is decided once all of them have met."""
     for argument, value in (("algorithm", options.algorithm), ("transport", options.transport)):
         if value is not None and not isinstance(value, str):
             raise InvalidArgumentError(f"{argument}: expected a string or None, got {value!r}")

@@ -1,8 +1,8 @@
 """The installed binding of NCCL, with the names and arguments of ``cupy.cuda.nccl``: CuPy's, otherwise nccl4py.
 
 CuPy's comes first because its binding is a public interface that takes numbers, as the engine has them, and CuPy is
-needed in any case. nccl4py's public interface wants tensors, which every call looks up anew; so its layer below is
-used, which takes numbers too, but may change with any version (`make gpu-compile` compares).
+needed in any case. nccl4py's public interface takes tensors, which every call looks up anew; the layer below takes
+numbers, but may change with any version (`make gpu-compile` compares).
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _watch(ranks: _Ranks, orders: _Orders, signals: _Signals, patience: float) -
 
 
 def free_port() -> int:
-    """Return a port of this host that nobody has, below those that Linux gives to whoever asks for any."""
+    """Return an unused port of this host, below the range from which Linux assigns ports by itself."""
     with socket.socket() as probe:
         for _ in range(100):
             port = 20000 + int.from_bytes(os.urandom(4), "big") % 12000

@@ -30,8 +30,7 @@ _AFTER_FAILURE = 6.0
 _AFTER_DONE = 2.0
 _AFTER_KILL = 1.0
 _PATIENT_LAUNCHER, _PATIENT_AGENT = 2, 3
-"""Times of the setting ``peer_timeout`` for which silence is borne: the ranks notice before the launcher, and say more.
-"""
+"""Silence after which a host counts as lost, in multiples of ``peer_timeout``: the ranks notice first, and say more."""
 _LATE = 4 * ALIVE_EVERY
 _SAY_ALIVE = """
 import os, sys, time
@@ -63,7 +62,7 @@ class Agents:
 
     Args:
         command: the words for ``rank.py``, packed.
-        config: the ranks' settings: how the launcher is reached, and how long silence is borne.
+        config: the ranks' settings: how the launcher is reached, and how long a host may be silent.
         remote: how other hosts are reached. Its timeout bounds the start.
 
     The arguments but for ``config`` are attributes.

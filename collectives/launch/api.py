@@ -64,7 +64,7 @@ def run(
             "collectives.launch.run_function",
             name,
         ]
-        cli.understand(arguments)
+        cli.check_arguments(arguments)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_search_path())}
         code = _wait([sys.executable, "-m", "collectives.launch", *arguments], environment, timeout)
         failures = [records.parse(path.read_bytes()) for path in folder.glob(FAILURE.format("*"))]

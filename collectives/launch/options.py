@@ -93,7 +93,7 @@ class Ignored:
     on: str = "1"
     off: str = "0"
 
-    def told(self, name: str, text: str | None) -> dict[str, str]:
+    def variables(self, name: str, text: str | None) -> dict[str, str]:
         """Return the variables that ``horovodrun`` would set.
 
         Args:

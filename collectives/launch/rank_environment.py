@@ -64,15 +64,15 @@ def merge(environment: Mapping[str, str], flags: Chosen, file: Chosen) -> dict[s
 
 
 def merge_as_horovod(
-    environment: Mapping[str, str], flags: Chosen, file: Chosen, told: Mapping[str, str]
+    environment: Mapping[str, str], flags: Chosen, file: Chosen, variables: Mapping[str, str]
 ) -> dict[str, str]:
     """`merge` with Horovod's variables, for settings that Horovod has.
 
     Args:
-        told: variables that ``horovodrun`` would set for options that have no effect here.
+        variables: variables that ``horovodrun`` would set for options that have no effect here.
     """
     chosen = {**file, **flags}
-    merged = {**environment, **told}
+    merged = {**environment, **variables}
     for setting, text in _settings(chosen).items():
         own_name, horovod_name = _variable(setting), _horovods(setting)
         if horovod_name:

@@ -113,13 +113,13 @@ class Arena:
         """Bytes of all pieces; None before the first piece."""
         self._reserve = self._asks = False
         """Whether the system must be asked for memory, and for huge pages; see `Piece`."""
-        self._told = False
+        self._has_warned = False
         self._begin()
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
         self._wait = _WAIT
-        """0 after it was once in vain: whoever holds the lock may wait for this very thread."""
+        """0 after one wait has timed out: the thread that holds the lock may wait for this one."""
         self._busy = False
         self._pieces: dict[int, Piece] = {}
         """All pieces, by number."""
@@ -140,7 +140,7 @@ class Arena:
         self._merged_bytes = 0
         """Merged since the idle memory was last counted."""
         self._ceiling, self._skips = MAPPED, 0
-        """The smallest growth that was refused, and the further requests for which that is believed."""
+        """The smallest growth that was refused, and how many further requests are refused without asking the system."""
         self._forks_seen = self.forks
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -386,8 +386,8 @@ class Arena:
         self._last = (0, 0, 0)
 
     def _tell(self, problem: Exception) -> None:
-        level = logger.debug if self._told else logger.warning
-        self._told = True
+        level = logger.debug if self._has_warned else logger.warning
+        self._has_warned = True
         level("no more memory that other ranks can map (%s): further arrays lie in private memory", problem)
 
     # ---- forks
@@ -446,5 +446,4 @@ def _never_overcommits() -> bool:
 arena = Arena()
 """This process's arena. It exists before any world, and serves all of them."""
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=arena.at_fork, after_in_parent=arena.at_fork, after_in_child=arena.in_child)
+os.register_at_fork(before=arena.at_fork, after_in_parent=arena.at_fork, after_in_child=arena.in_child)

@@ -24,7 +24,7 @@ from collectives.tensors.free_ranges import FreeRanges
 
 HUGE_PAGE = 2 << 20
 REMOVE = 9
-"""MADV_REMOVE: the memory of whole pages goes back to the system, whoever else has mapped it; they read zeros then."""
+"""MADV_REMOVE: the memory of whole pages goes back to the system, in all mappings; they then read as zeros."""
 
 _COLLAPSE = 25
 """MADV_COLLAPSE: make huge pages of what is mapped."""

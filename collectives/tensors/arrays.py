@@ -218,7 +218,7 @@ def _read(tensor: Any, argument: str) -> Read | None:
     """Return the memory of a tensor in any layout, read-only if in-place operations must not write; None on a GPU."""
     kind: Any = type(tensor)
     if isinstance(tensor, np.ndarray):
-        masked = sys.modules.get("numpy.ma")  # which NumPy imports for whoever makes a masked array
+        masked = sys.modules.get("numpy.ma")  # imported with the first masked array
         if masked is not None and isinstance(tensor, masked.MaskedArray):
             raise InvalidTypeError(
                 f"{argument}: masked arrays are refused because their mask would be lost; pass tensor.filled(...) or "

@@ -34,7 +34,7 @@ class Export:
         return CUDA, self._device.index
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
-        if stream != -1:  # -1: the consumer wants no ordering
+        if stream != -1:  # -1: no ordering
             streams.order(self._device, self._stream, streams.LEGACY if stream is None else streams.handle(stream))
         array = self._array.view(np.uint16) if self._bfloat16 else self._array
         capsule = array.__dlpack__(stream=-1, **options)

@@ -132,7 +132,7 @@ class Endpoint(Protocol):
         """Begin to receive the payload into the first ``message.nbytes`` bytes of contiguous memory of uint8.
 
         Raises:
-            RankFailedError, TransportError: the payload cannot be had.
+            RankFailedError, TransportError: the payload cannot be received.
         """
 
     def refuse(self, message: Incoming, why: str) -> None:

@@ -326,7 +326,7 @@ def test_horovod_run_takes_horovods_arguments(called: list[Any]) -> None:
     given = ["--as-horovod", "--verbose", "--gloo", "--hosts=a:1,b:2", "--ssh-port=22", "--mpi-args=-x A"]
     assert called.pop() == ((len, ("abc",), None), {"np": 3, "options": [*given, nics], "executable": "py"})
     assert called == [((len, ("abc",), None), {"np": 3, "options": given, "executable": "py"})]
-    cli.understand(["-np", "3", *given])
+    cli.check_arguments(["-np", "3", *given])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def nothing() -> None:
 
 def test_whoever_comes_first_has_it_and_keeps_it() -> None:
     turn, holder = Turn(), Holder()
-    assert not turn.needed and not turn.told
+    assert not turn.needed and not turn.reported
     holder.at_work.set()
     for _ in range(3):
         turn.take(holder, 3, 0.0, nothing)

@@ -28,7 +28,9 @@ def merged_as_horovod(
     *flags: str, environment: dict[str, str] | None = None, file: dict[str, str | bool] | None = None
 ) -> dict[str, str]:
     parsed = parse(*flags)
-    return rank_environment.merge_as_horovod(environment or {}, command_line.chosen(parsed), file or {}, parsed.told)
+    return rank_environment.merge_as_horovod(
+        environment or {}, command_line.chosen(parsed), file or {}, parsed.variables
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_a_variable_that_an_option_replaces_need_not_make_sense() -> None:
 def test_what_has_no_effect_says_why(row: options.Ignored, flag: str) -> None:
     parsed = parse(flag, "7") if row.parse else parse(flag)
     assert parsed.ignored == [f"{flag} has no effect: {row.why}"]
-    assert command_line.chosen(parsed) == {} and list(parsed.told) == ([row.variable] if row.variable else [])
+    assert command_line.chosen(parsed) == {} and list(parsed.variables) == ([row.variable] if row.variable else [])
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,11 @@ class Turn:
 
     Attributes:
         needed: whether there are process sets; becomes true on all ranks between the same two operations.
-        told: whether the transports between the GPUs have been logged.
+        reported: whether the transports between the GPUs have been logged.
     """
 
     def __init__(self) -> None:
-        self.needed = self.told = False
+        self.needed = self.reported = False
         self._lock = threading.Lock()
         self._holder: Holder | None = None
 

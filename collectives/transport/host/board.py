@@ -275,7 +275,7 @@ class Board:
         return state
 
     def is_gone(self, peer: int) -> bool:
-        """Whether ``peer`` has left, be it after a failure, or its process has ended."""
+        """Whether ``peer`` has left, after a failure too, or its process has ended."""
         return bool(self._words[peer][_GONE]) or self._died(peer)
 
     def text_of(self, peer: int) -> str:

@@ -47,7 +47,7 @@ class MappedMemory:
         """Place in this rank's table -> number of the piece."""
         self._mapped: dict[tuple[int, int], _Mapping | None] = {}
         """By peer and number of the piece; None where the system refuses."""
-        self._told = False
+        self._has_warned = False
         """Whether the log says that a piece was not mapped."""
         self._views: dict[tuple[int, int, int], Array] = {}
         """What `view_of` has returned, by peer, word and dtype."""
@@ -154,8 +154,8 @@ class MappedMemory:
             finally:
                 os.close(handle)
         except (OSError, ValueError) as error:
-            level = logger.debug if self._told else logger.warning
-            self._told = True
+            level = logger.debug if self._has_warned else logger.warning
+            self._has_warned = True
             level(
                 "rank %d: memory of rank %d cannot be mapped (%s): it is reached by system calls",
                 board.names[board.rank],

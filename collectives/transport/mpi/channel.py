@@ -63,10 +63,7 @@ class Channel:
 
     Attributes:
         waiter: waits for requests on the communicator, and reads notices meanwhile.
-        failed: reason by failed rank.
-        left: last call by rank that has left.
-        here: present call by waiting rank.
-        gone: ranks whose processes are known to have ended.
+        failed, left, here, gone: as of `network_control.ControlChannel`.
         notices: the group's through the heart (see `hear`).
         users: further ones of the communicator.
     """
@@ -96,7 +93,7 @@ class Channel:
         _open.add(self)
 
     def hear(self, notices: Notices) -> None:
-        """Tell of failures by the heart, which knows of deaths too, and in what order they came about."""
+        """Report failures through the heart, which also detects deaths, and the order of both."""
         self.notices, self.failed, self.gone = notices, notices.failed, notices.gone
 
     def exchange(self, value: Any) -> list[Any]:

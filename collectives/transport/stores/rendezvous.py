@@ -1,4 +1,4 @@
-"""Where ranks meet that MPI does not connect: a key-value store that one of them serves, or another process.
+"""Where ranks that MPI does not connect meet: a key-value store that one of them serves, or another process.
 
 What the program says comes first (``init(rendezvous=...)``, ``init(store=...)``, ``COLLECTIVES_RENDEZVOUS``), then what
 launchers say in the environment (`collectives.base.places`). Where no process serves a store yet, rank 0 does, as long
@@ -115,7 +115,7 @@ def asked(
 
 
 def told(environment: Mapping[str, str], config: Config, asked: Asked) -> bool:
-    """Whether the program or the user has said where the ranks meet, or that there is one: whatever launchers say."""
+    """Whether the program or the user has named the meeting place, or a single rank, which overrides launchers."""
     return asked.explicit or bool(config.rendezvous) or _is_single(environment)
 
 

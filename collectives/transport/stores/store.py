@@ -48,7 +48,7 @@ _DONE, _ABSENT, _REFUSED = b"d", b"a", b"r"
 _FRAME_WITHIN = 30.0
 """Seconds in which the rest of a frame must come, or an answer be taken."""
 _WAIT_AT_ONCE = 10.0
-"""Longest time of one request; a longer wait is several requests, so that the server forgets clients that ended."""
+"""Longest time of one request; a longer wait is several requests, so that the server drops clients that have ended."""
 _CONNECT_WITHIN = 10.0
 _FIRST_NAP, _LONGEST_NAP = 0.02, 0.5
 

@@ -2,7 +2,7 @@
 
 A rank that waits in `init` beats five times per timeout: it sets a key of its own anew. It watches the next two ranks,
 so that each is watched by two, and the store has little to do. Silence is counted in the beats of the rank that
-watches: a rank that was stopped itself blames no other.
+watches: a rank that was itself stopped takes no other for dead.
 
 A store may have kept the last beat of an earlier attempt. So the silence of a rank counts only if it has beaten since
 this rank watches, or if its beat has the nonce of an offer that this rank knows. A rank also beats when it agrees to

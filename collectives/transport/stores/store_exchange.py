@@ -5,9 +5,9 @@
     rank r      agrees       sets the number, if its own nonce is in the list
     rank 0      concludes    sets the number a last time, once all have agreed
 
-The number is where the keys of the next exchange lie, of the same `init` or of a later one: who begins follows the
-numbers to the exchange that is not concluded. So all meet there, whichever rank failed in which, and no earlier
-exchange interferes. A rank whose attempt failed may try again, with a new nonce, while others still wait: a list
+The keys of the next exchange, of the same `init` or of a later one, contain this number: a rank that begins follows the
+numbers to the exchange that is not concluded. So all ranks meet there, whatever failed before, and no earlier exchange
+interferes. A rank whose attempt failed may try again, with a new nonce, while others still wait: a list
 with an older offer is not agreed to, and rank 0 proposes another one as soon as it sees the new offer. Each rank makes
 some twenty calls of the store, and rank 0 some ten for each rank.
 
@@ -229,7 +229,7 @@ class StoreExchange:
             backoff.nap(LONGEST_NAP)
 
     def _refuse(self, error: MismatchError) -> None:
-        """Tell the ranks that wait for this one that it does not believe what the store says."""
+        """Tell the ranks that wait for this one that it rejects what the store says."""
         refusal: dict[str, Any] = {"number": secrets.token_hex(8), "refused": str(error)}
         if self._rank == 0:
             stored_offers = [self._store.find_unverified(self._key("offer", rank)) for rank in range(self._size)]

@@ -1,4 +1,4 @@
-"""What the ranks that meet at a store say about their number: if they disagree, all of them learn it at once.
+"""Agreement about the number of ranks at a store: if ranks disagree, all of them raise at once.
 
 One key has the last *statement*, such as "rank 1 says that there are 3 ranks", with the last one that it is against:
 

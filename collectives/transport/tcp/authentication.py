@@ -110,7 +110,7 @@ async def prove(sock: Connection, key: bytes, hello: bytes) -> None:
 
 
 class Verification:
-    """The part of the side that is dialled: what it says, and what it makes of what it hears. Holds no socket.
+    """The side that is dialled: the bytes that it sends, and the check of those that it receives. Holds no socket.
 
     Attributes:
         greeting: is sent first.

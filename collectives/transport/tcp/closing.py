@@ -1,6 +1,6 @@
 """The end of connections whose peer may not have read everything yet.
 
-The system answers data for a closed socket, be it unread or yet to come, with a reset, and then drops what it has not
+The system answers data for a closed socket, unread or not yet arrived, with a reset, and then drops what it has not
 sent yet: the last message of a rank that leaves would be lost because a peer is a call ahead.
 """
 
@@ -49,7 +49,7 @@ def close_all(sockets: Iterable[socket.socket], within: float) -> None:
 
 def _is_done(sock: socket.socket) -> bool:
     """Drop some of what has arrived: a peer that goes on sending must not keep this rank here. Returns whether the
-    peer's system has everything, or wants nothing any more."""
+    peer's system has everything, or the connection has ended."""
     try:
         with suppress(BlockingIOError):
             sock.recv(_SCRAP)

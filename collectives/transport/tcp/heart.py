@@ -10,7 +10,8 @@ A notice (the rank has failed, leaves, or waits in a call) belongs to a group. I
 and is there before anything that this rank sends later on the same connection: a rank that fails and then leaves is
 never taken for one that has left only.
 
-Each frame is sealed (see `authentication`). An interrupt may have one sent twice, which alone is borne.
+Each frame is sealed (see `authentication`). An interrupt may cause one to be sent twice, the only repetition that is
+accepted.
 
 A rank beats five times per timeout. Silence is counted in beats of the rank that listens: when it was stopped itself,
 its peers are not blamed for the time in which it did not listen. A silent rank is pinged by new connections: while the

@@ -2,9 +2,9 @@
 
 Everything else is refused: it has a few seconds and a few bytes. Where there is a crowd, a connection of the source
 that has most of them is dropped, at random: a source that opens more loses its own, and all connections of a source
-have the same chance, however long their packets travel. A connection that is dropped for want of room or time, or since
-the listener ends, is reset, and one whose proof is wrong is closed, so that the side that dials knows whether to try
-again.
+have the same chance, however long their packets travel. A connection that is dropped because room or
+time has run out, or because the listener ends, is reset, and one whose proof is wrong is closed, so that the side that
+dials can tell whether to try again.
 """
 
 from __future__ import annotations

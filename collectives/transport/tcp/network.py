@@ -1,4 +1,4 @@
-"""This host: how it is told from others, and by which of its addresses others reach it."""
+"""This host: its identity, and the addresses at which others reach it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the members of a group have said about themselves, as one of them has heard it through the heart."""
+"""Notices that the members of a group have sent through the heart, as one member has received them."""
 
 from __future__ import annotations
 

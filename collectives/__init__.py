@@ -19,8 +19,6 @@ if typing.TYPE_CHECKING:
     from collectives.api import poll as poll
     from collectives.api import synchronize as synchronize
     from collectives.public import *  # noqa: F403
-    from collectives.worlds.capabilities import *  # noqa: F403
-    from collectives.worlds.runtime import is_homogeneous as is_homogeneous
 else:
     # NumPy and the engine take a tenth of a second or two, and the launcher needs neither.
     def __getattr__(name: str) -> object:
@@ -42,6 +40,6 @@ else:
         with interrupts.deferred():  # an import that is cut short may leave a module that can never be imported again
             public = importlib.import_module("collectives.public")
         if "__all__" not in globals():
-            names = {name: value for name, value in vars(public).items() if not name.startswith("_")}
+            names = {name: getattr(public, name) for name in (*public.__all__, "poll", "synchronize")}
             globals().update(names, __all__=["__version__", *public.__all__])
             globals().pop("__getattr__", None)  # each use of a module that has one takes 20 ns more

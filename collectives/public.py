@@ -1,103 +1,21 @@
-"""The public names of the package, which hands them on (see its ``__init__``).
+"""The public names of the package, which hands them on (see its ``__init__``), and which `docs/api.md` has by subject.
 
-Those that only programs written for Horovod ask for are here without being in ``__all__``: its questions about the
-build, `is_homogeneous`, and `poll` and `synchronize`, which are methods of a handle.
+`poll` and `synchronize`, which are methods of a handle, are in the package without being in ``__all__``.
 """
+# ruff: noqa: F403, F405  (``__all__`` is the list)
 
-from collectives.api import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
-    allgather_init,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    allreduce_init,
-    alltoall,
-    alltoall_async,
-    alltoall_init,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    broadcast_init,
-    broadcast_object,
-    check_consistency,
-    empty_cache,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allgather_init,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_allreduce_init,
-    grouped_broadcast,
-    grouped_broadcast_,
-    grouped_broadcast_async,
-    grouped_broadcast_async_,
-    grouped_broadcast_init,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    grouped_reducescatter_init,
-    join,
-    poll,  # noqa: F401
-    reducescatter,
-    reducescatter_async,
-    reducescatter_init,
-    synchronize,  # noqa: F401
-)
+from collectives.api import *
 from collectives.base.config import Config
-from collectives.base.errors import (
-    CollectivesError,
-    CollectiveTimeoutError,
-    ForkedProcessError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    MismatchError,
-    MissingDependencyError,
-    NotInitializedError,
-    OperationError,
-    OutOfMemoryError,
-    RankFailedError,
-    TransportError,
-)
+from collectives.base.errors import *
 from collectives.engine.handles import Handle
 from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG
 from collectives.engine.messages.transfers import Status
 from collectives.point_to_point import irecv, isend, recv, send, sendrecv
 from collectives.tensors.compression import Compression
-from collectives.worlds.capabilities import *  # noqa: F403
 from collectives.worlds.memory import empty, empty_like, is_mapped, zeros
 from collectives.worlds.persistent import PersistentOperation
 from collectives.worlds.process_sets import ProcessSet
-from collectives.worlds.runtime import (
-    add_process_set,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,  # noqa: F401
-    is_initialized,
-    local_device,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-    world,
-)
+from collectives.worlds.runtime import *
 from collectives.worlds.start import run
 
 __all__ = [

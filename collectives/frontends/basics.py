@@ -2,10 +2,10 @@
 
 # ruff: noqa: F405
 
-from collectives import is_homogeneous
 from collectives.public import *  # noqa: F403
 from collectives.worlds import capabilities
 from collectives.worlds.capabilities import *  # noqa: F403
+from collectives.worlds.runtime import is_homogeneous
 
 __all__ = [
     "ANY_SOURCE",

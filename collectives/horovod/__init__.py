@@ -1,5 +1,8 @@
 """Run programs written for Horovod unchanged: ``import horovod`` imports collectives if Horovod is not installed.
 
+``import collectives.horovod as hvd`` has the names of `collectives`, and those that Horovod alone has: its questions
+about the build (`mpi_built` and others), and `is_homogeneous`.
+
     collectivesrun --as-horovod -np 2 python their_script.py
     PYTHONPATH="$(python -m collectives.horovod)" mpirun -np 2 python their_script.py
     import collectives.horovod                # in the program itself, before it imports horovod
@@ -22,7 +25,12 @@ import warnings
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from collectives import *  # noqa: F403
+from collectives import poll as poll
+from collectives import synchronize as synchronize
 from collectives.horovod.unavailable import Finder
+from collectives.worlds.capabilities import *  # noqa: F403
+from collectives.worlds.runtime import is_homogeneous as is_homogeneous
 from collectives.worlds.runtime import is_initialized, world
 
 FOLDER = Path(__file__).parent / "site"

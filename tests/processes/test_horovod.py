@@ -182,7 +182,7 @@ def test_mpi_may_be_left_to_init(mpi: str) -> None:
     program = """
 import mpi4py
 mpi4py.rc.initialize = False
-import collectives as hvd
+import collectives.horovod as hvd
 hvd.init()
 assert hvd.mpi_threads_supported()
 from mpi4py import MPI
@@ -193,7 +193,7 @@ print("sum", hvd.allreduce(1.0, op=hvd.Sum), MPI.COMM_WORLD.allreduce(1))
 
 def test_a_lone_rank_starts_mpi_when_it_is_asked_about_it() -> None:
     program = """
-import collectives as hvd
+import collectives.horovod as hvd
 hvd.init()
 assert not hvd.mpi_enabled() and hvd.mpi_threads_supported()
 from mpi4py import MPI

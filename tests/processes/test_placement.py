@@ -28,7 +28,7 @@ def test_point_to_point_messages_through_mpi(mpi: str) -> None:
 
 def test_ranks_know_where_they_are() -> None:
     program = """
-import collectives as hvd
+import collectives.horovod as hvd
 from mpi4py import MPI
 hvd.init()
 rank = MPI.COMM_WORLD.rank

@@ -280,7 +280,7 @@ def test_small_helpers() -> None:
     assert util.split_list([1], 3) == [[1], [], []]
     assert [number for number in range(-1, 10) if util.num_rank_is_power_2(number)] == [1, 2, 4, 8]
     assert util.is_iterable("a") and not util.is_iterable(1)
-    assert util.nccl_built(verbose=True) == collectives.nccl_built()
+    assert util.nccl_built(verbose=True) == collectives.horovod.nccl_built()
     os.environ["COLLECTIVES_A"] = "before"
     with util.env(COLLECTIVES_A="while", COLLECTIVES_B="while", COLLECTIVES_C=None):
         assert (os.environ["COLLECTIVES_A"], os.environ["COLLECTIVES_B"], os.environ.get("COLLECTIVES_C")) == (

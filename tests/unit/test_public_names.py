@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -89,12 +90,17 @@ def test_there_are_no_others(name: str, already: str) -> None:
 
 
 def test_the_page_of_names_has_all_and_which_are_only_horovods() -> None:
-    ours, _, horovods = (PACKAGE.parent / "docs" / "api.md").read_text().partition("\n| | names |")[2].partition("\n\n")
-    listed, others = (re.findall(r"`(\w+)(?:\(handle\))?`", text) for text in (ours, horovods))
+    ours, methods, horovods = (
+        (PACKAGE.parent / "docs" / "api.md").read_text().partition("\n| | names |")[2].split("\n\n")
+    )
+    listed, others = (re.findall(r"`(\w+)`", text) for text in (ours, horovods))
     assert sorted({*listed} - {"add_done_callback"}) == sorted(collectives.__all__)
-    others.remove("__all__")
-    assert len(others) == 13 and all(callable(getattr(collectives, name)) for name in others)
-    assert not {*others} & {*collectives.__all__} and set(others) <= set(dir(collectives))
+    functions = re.findall(r"`(\w+)\(handle\)`", methods)
+    assert len(functions) == 2 and {*functions} <= {*dir(collectives)} - {*collectives.__all__}
+    assert len(others) == 11 and not {*others} & {*dir(collectives)}
+    horovod = importlib.import_module("collectives.horovod")
+    assert all(callable(getattr(horovod, name)) for name in (*others, *functions))
+    assert all(getattr(horovod, name) is getattr(collectives, name) for name in collectives.__all__)
 
 
 def test_a_module_of_the_package_is_no_public_name() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import collectives
+import collectives.horovod
 from collectives.base.errors import InvalidArgumentError
 from collectives.worlds import runtime
 
 
 class HorovodBasics:
-    """Provides the names of `collectives` as attributes: ``init``, ``rank``, ``mpi_built``, ``Average`` and so on.
+    """Provides the names of `collectives.horovod` as attributes: ``init``, ``rank``, ``mpi_built`` and so on.
 
     Args:
         pkg_path, args: the location of Horovod's compiled library; ignored.
@@ -20,7 +20,7 @@ class HorovodBasics:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(collectives, name)
+        return getattr(collectives.horovod, name)
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         """Return the ranks of every process set by its number."""

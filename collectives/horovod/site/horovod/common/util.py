@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import collectives
+from collectives.worlds import capabilities
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 """The frameworks that Horovod supports; not all of them have an adapter here."""
@@ -35,11 +35,11 @@ def _ignoring_verbose(built: Callable[[], _T]) -> Callable[..., _T]:
     return call
 
 
-mpi_built = _ignoring_verbose(collectives.mpi_built)
-gloo_built = _ignoring_verbose(collectives.gloo_built)
-nccl_built = _ignoring_verbose(collectives.nccl_built)
-ddl_built = _ignoring_verbose(collectives.ddl_built)
-ccl_built = _ignoring_verbose(collectives.ccl_built)
+mpi_built = _ignoring_verbose(capabilities.mpi_built)
+gloo_built = _ignoring_verbose(capabilities.gloo_built)
+nccl_built = _ignoring_verbose(capabilities.nccl_built)
+ddl_built = _ignoring_verbose(capabilities.ddl_built)
+ccl_built = _ignoring_verbose(capabilities.ccl_built)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -10,11 +10,9 @@ flight from its submission until it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
-
-import numpy as np
-import numpy.typing as npt
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from collectives.base.options import (
     CallOptions,
@@ -26,15 +24,20 @@ from collectives.base.options import (
 )
 from collectives.base.reduce_op import Op
 from collectives.engine.handles import Handle
-from collectives.worlds.persistent import PersistentOperation
+from collectives.worlds import descriptions as describe
+from collectives.worlds.operations import Operations
+from collectives.worlds.persistent_init import PersistentInit
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import default, root_in, world, world_of
+from collectives.worlds.variants import blocking, like
 from collectives.worlds.world import World
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Tensor = TypeVar("Tensor")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 Average, Sum, Min, Max, Product, Adasum = Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT, Op.ADASUM
 
@@ -45,10 +48,35 @@ def _world(options: RarerCallOptions) -> World:
     return default.world or world() if process_set is None else world_of(process_set)
 
 
-def _rooted(root_rank: int, options: CallOptions) -> tuple[World, int]:
-    """The world of a call, and a rank of all ranks as a rank of that world."""
-    root = root_in(options.get("process_set"), root_rank, options.get("name"))
-    return _world(options), root
+def _of_default(method: Callable[Concatenate[Any, Parameters], Result]) -> Callable[Parameters, Result]:
+    """The function of the default world, or of a process set's, that is named for a method of worlds."""
+    signature, name = inspect.signature(method), method.__name__
+    rooted = "root_rank" in signature.parameters
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not options:
+            return getattr(default.world or world(), name)(*arguments)
+        process_set = options.pop("process_set", None)
+        if process_set is None:
+            return getattr(default.world or world(), name)(*arguments, **options)
+        if rooted and len(arguments) > 1:
+            arguments = (arguments[0], root_in(process_set, arguments[1], options.get("name")), *arguments[2:])
+        elif rooted and "root_rank" in options:
+            options["root_rank"] = root_in(process_set, options["root_rank"], options.get("name"))
+        return getattr(world_of(process_set), name)(*arguments, **options)
+
+    function: Any = like(method, call, name, signature.return_annotation)
+    function.__module__ = __name__
+    _, *parameters = signature.parameters.values()
+    function.__signature__ = signature.replace(parameters=parameters)
+    described: Callable[Parameters, Result] = spelled_out(_ACCEPTED[parameters[-1].annotation])(function)
+    return described
+
+
+_ACCEPTED: dict[str, type[CallOptions]] = {
+    f"Unpack[{accepted.__name__}]": accepted for accepted in (CallOptions, ScaleOptions, ReduceOptions)
+}
+"""The keywords of a function, by the annotation of its ``**options``."""
 
 
 @spelled_out(ReduceOptions)
@@ -120,20 +148,6 @@ def allreduce_(
 
 
 @spelled_out(ReduceOptions)
-def allreduce_async(tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Handle[Tensor]:
-    """Begin an `allreduce` and return at once.
-
-    Returns a handle, with `wait` and `poll`. The tensor must not change until the operation is done; other operations
-    may read it meanwhile.
-
-    Raises:
-        InvalidArgumentError: an operation of this name is in flight, or one that writes this tensor's memory. Errors
-            that only the ranks together can detect are raised by `Handle.wait`.
-    """
-    return _world(options).allreduce_async(tensor, average, **options)
-
-
-@spelled_out(ReduceOptions)
 def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,
@@ -153,307 +167,43 @@ def allreduce_async_(
     return (default.world or world()).allreduce_async_(tensor, average, op=op, name=name)
 
 
-@spelled_out(ReduceOptions)
-def grouped_allreduce(
-    tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
-) -> list[Tensor]:
-    """`allreduce` of several tensors that are carried out, and complete, together.
-
-    ``tensors`` is a list or tuple, equally long on every rank; dtypes may be mixed. Returns the results in order.
-    """
-    return _world(options).grouped_allreduce(tensors, average, **options)
-
-
-@spelled_out(ReduceOptions)
-def grouped_allreduce_(
-    tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
-) -> list[Tensor]:
-    """`grouped_allreduce` in place; returns the tensors themselves.
-
-    The tensors may share memory, as tied gradients do: each is reduced with the elements that it had when it was
-    passed, and where they overlap the last one's result stands.
-    """
-    return _world(options).grouped_allreduce_(tensors, average, **options)
-
-
-@spelled_out(ReduceOptions)
-def grouped_allreduce_async(
-    tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
-) -> Handle[list[Tensor]]:
-    """Begin a `grouped_allreduce`; one handle for all tensors."""
-    return _world(options).grouped_allreduce_async(tensors, average, **options)
-
-
-@spelled_out(ReduceOptions)
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
-) -> Handle[list[Tensor]]:
-    """Begin a `grouped_allreduce_`; one handle for all tensors."""
-    return _world(options).grouped_allreduce_async_(tensors, average, **options)
-
-
-@spelled_out(ScaleOptions)
-def reducescatter(tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]) -> Tensor:
-    """Combine the ranks' tensors and give each rank its share of the rows, as a new tensor.
-
-    Args:
-        tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one
-            each.
-        op: as for `allreduce`, without Adasum.
-        algorithm: "ring" or "direct".
-    """
-    return _world(options).reducescatter(tensor, op, **options)
-
-
-@spelled_out(ScaleOptions)
-def reducescatter_async(tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]) -> Handle[Tensor]:
-    """Begin a `reducescatter` and return its handle at once."""
-    return _world(options).reducescatter_async(tensor, op, **options)
-
-
-@spelled_out(ScaleOptions)
-def grouped_reducescatter(
-    tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
-) -> list[Tensor]:
-    """`reducescatter` of several tensors that complete together; the results in order."""
-    return _world(options).grouped_reducescatter(tensors, op, **options)
-
-
-@spelled_out(ScaleOptions)
-def grouped_reducescatter_async(
-    tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
-) -> Handle[list[Tensor]]:
-    """Begin a `grouped_reducescatter`; one handle for all tensors."""
-    return _world(options).grouped_reducescatter_async(tensors, op, **options)
-
-
-@spelled_out(CallOptions)
-def allgather(tensor: Tensor, **options: Unpack[CallOptions]) -> Tensor:
-    """Concatenate the ranks' tensors along the first dimension, in rank order, on every rank.
-
-    Args:
-        tensor: of shape ``(rows, ...)``; ranks may differ in ``rows`` only, which may be 0.
-        algorithm: "ring" or "direct".
-
-    Returns a new tensor of shape ``(sum of all rows, ...)``.
-    """
-    return _world(options).allgather(tensor, **options)
-
-
-@spelled_out(CallOptions)
-def allgather_async(tensor: Tensor, **options: Unpack[CallOptions]) -> Handle[Tensor]:
-    """Begin an `allgather` and return its handle at once."""
-    return _world(options).allgather_async(tensor, **options)
-
-
-@spelled_out(CallOptions)
-def grouped_allgather(tensors: Sequence[Tensor], **options: Unpack[CallOptions]) -> list[Tensor]:
-    """`allgather` of several tensors that complete together; the results in order."""
-    return _world(options).grouped_allgather(tensors, **options)
-
-
-@spelled_out(CallOptions)
-def grouped_allgather_async(tensors: Sequence[Tensor], **options: Unpack[CallOptions]) -> Handle[list[Tensor]]:
-    """Begin a `grouped_allgather`; one handle for all tensors."""
-    return _world(options).grouped_allgather_async(tensors, **options)
-
-
-@spelled_out(CallOptions)
-def broadcast(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
-    """Give every rank the root's tensor, as a new tensor.
-
-    Args:
-        tensor: equal shape and dtype on every rank; its elements matter on the root only. Left unchanged.
-        root_rank: the root's number among all ranks; equal on every rank.
-        algorithm: "ring", "direct", "one-shot" or "recursive-doubling".
-    """
-    world, root = _rooted(root_rank, options)
-    return world.broadcast(tensor, root, **options)
-
-
-@spelled_out(CallOptions)
-def broadcast_(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
-    """`broadcast` in place: the root's elements replace those of the other ranks' tensors. Returns the tensor itself.
-
-    Raises:
-        InvalidArgumentError: the tensor is read-only, also on the root.
-    """
-    world, root = _rooted(root_rank, options)
-    return world.broadcast_(tensor, root, **options)
-
-
-@spelled_out(CallOptions)
-def broadcast_async(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
-    """Begin a `broadcast` and return its handle at once."""
-    world, root = _rooted(root_rank, options)
-    return world.broadcast_async(tensor, root, **options)
-
-
-@spelled_out(CallOptions)
-def broadcast_async_(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
-    """Begin a `broadcast_`; tensors of broadcasts from the same root may share memory, as tied weights do."""
-    world, root = _rooted(root_rank, options)
-    return world.broadcast_async_(tensor, root, **options)
-
-
-@spelled_out(CallOptions)
-def grouped_broadcast(tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]) -> list[Tensor]:
-    """`broadcast` of several tensors that complete together; the results in order."""
-    world, root = _rooted(root_rank, options)
-    return world.grouped_broadcast(tensors, root, **options)
-
-
-@spelled_out(CallOptions)
-def grouped_broadcast_(tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]) -> list[Tensor]:
-    """`grouped_broadcast` in place; returns the tensors themselves, which may share memory."""
-    world, root = _rooted(root_rank, options)
-    return world.grouped_broadcast_(tensors, root, **options)
-
-
-@spelled_out(CallOptions)
-def grouped_broadcast_async(
-    tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
-) -> Handle[list[Tensor]]:
-    """Begin a `grouped_broadcast`; one handle for all tensors."""
-    world, root = _rooted(root_rank, options)
-    return world.grouped_broadcast_async(tensors, root, **options)
-
-
-@spelled_out(CallOptions)
-def grouped_broadcast_async_(
-    tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
-) -> Handle[list[Tensor]]:
-    """Begin a `grouped_broadcast_`; one handle for all tensors."""
-    world, root = _rooted(root_rank, options)
-    return world.grouped_broadcast_async_(tensors, root, **options)
-
-
-@overload
-def alltoall(tensor: Tensor, splits: None = None, **options: Unpack[CallOptions]) -> Tensor: ...
-
-
-@overload
-def alltoall(
-    tensor: Tensor, splits: Sequence[int] | npt.NDArray[Any], **options: Unpack[CallOptions]
-) -> tuple[Tensor, npt.NDArray[np.int64]]: ...
-
-
-@spelled_out(CallOptions)
-def alltoall(
-    tensor: Tensor, splits: Any = None, **options: Unpack[CallOptions]
-) -> Tensor | tuple[Tensor, npt.NDArray[np.int64]]:
-    """Send the first rows to rank 0, the next to rank 1, and so on; receive each rank's rows in rank order.
-
-    Args:
-        tensor: of shape ``(rows, ...)``; ranks may differ in ``rows``.
-        splits: integers, one per rank, that sum to ``rows``: how many rows go to each. None: equally many.
-        algorithm: "direct".
-
-    Returns a new tensor of the rows received; with ``splits`` also their number from each rank, as an int64 array.
-    """
-    return _world(options).alltoall(tensor, splits, **options)
-
-
-@spelled_out(CallOptions)
-def alltoall_async(tensor: Any, splits: Any = None, **options: Unpack[CallOptions]) -> Handle[Any]:
-    """Begin an `alltoall` and return its handle at once."""
-    return _world(options).alltoall_async(tensor, splits, **options)
-
-
-@spelled_out(ReduceOptions)
-def allreduce_init(
-    tensor: Tensor, average: bool | None = None, *, out: Any = None, **options: Unpack[ReduceOptions]
-) -> PersistentOperation[Tensor]:
-    """Make an `allreduce` that is started any number of times, in place: the result replaces the tensor's elements.
-
-    Every rank makes it with the same call; a start then costs the ranks one word each. It has ``start()``, ``wait()``
-    and a call that does both, and keeps the tensor until ``free()``. Every start counts like a call of `allreduce_`:
-    starts and other operations may be mixed in any way, in the same order on every rank unless they have names.
-
-    Args:
-        tensor: writable; most is gained with contiguous NumPy arrays and torch tensors on the CPU. On a GPU, in any
-            other layout, with ``compression``, ``prescale_factor`` or Adasum every start works as the ordinary
-            operation does. Its memory, shape and layout must remain as they are.
-        out: contiguous memory for the result, of the tensor's shape and dtype, and apart from it; the tensor is left
-            unchanged then.
-        name: of every start.
-
-    Raises:
-        InvalidTypeError: a tensor that never changes, as of JAX and TensorFlow.
-        MismatchError: the ranks' calls differ, or a rank has joined.
-    """
-    return _world(options).allreduce_init(tensor, average, out=out, **options)
-
-
-@spelled_out(ReduceOptions)
-def grouped_allreduce_init(
-    tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
-) -> PersistentOperation[list[Tensor]]:
-    """`allreduce_init` of several tensors that are carried out together, in place: one start for all of them."""
-    return _world(options).grouped_allreduce_init(tensors, average, **options)
-
-
-@spelled_out(ScaleOptions)
-def reducescatter_init(
-    tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
-) -> PersistentOperation[Tensor]:
-    """Make a `reducescatter` that is started any number of times, as `allreduce_init` does.
-
-    Its result is made once: every start returns the same tensor, with new elements. (A new one, where a start works as
-    the ordinary operation does.)
-    """
-    return _world(options).reducescatter_init(tensor, op, **options)
-
-
-@spelled_out(ScaleOptions)
-def grouped_reducescatter_init(
-    tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
-) -> PersistentOperation[list[Tensor]]:
-    """`reducescatter_init` of several tensors that complete together; the results in order."""
-    return _world(options).grouped_reducescatter_init(tensors, op, **options)
-
-
-@spelled_out(CallOptions)
-def allgather_init(tensor: Tensor, **options: Unpack[CallOptions]) -> PersistentOperation[Tensor]:
-    """Make an `allgather` that is started any number of times, as `allreduce_init` does.
-
-    The ranks agree on their rows when it is made. Its result is made once, as that of `reducescatter_init`. It cannot
-    be started while a rank has joined.
-    """
-    return _world(options).allgather_init(tensor, **options)
-
-
-@spelled_out(CallOptions)
-def grouped_allgather_init(
-    tensors: Sequence[Tensor], **options: Unpack[CallOptions]
-) -> PersistentOperation[list[Tensor]]:
-    """`allgather_init` of several tensors that complete together; the results in order."""
-    return _world(options).grouped_allgather_init(tensors, **options)
-
-
-@spelled_out(CallOptions)
-def broadcast_init(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> PersistentOperation[Tensor]:
-    """Make a `broadcast_` that is started any number of times, as `allreduce_init` does."""
-    world, root = _rooted(root_rank, options)
-    return world.broadcast_init(tensor, root, **options)
-
-
-@spelled_out(CallOptions)
-def grouped_broadcast_init(
-    tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
-) -> PersistentOperation[list[Tensor]]:
-    """`broadcast_init` of several tensors that complete together, in place."""
-    world, root = _rooted(root_rank, options)
-    return world.grouped_broadcast_init(tensors, root, **options)
-
-
-@spelled_out(CallOptions)
-def alltoall_init(tensor: Any, splits: Any = None, **options: Unpack[CallOptions]) -> PersistentOperation[Any]:
-    """Make an `alltoall` that is started any number of times, as `allgather_init` does.
-
-    With ``splits`` every start returns the rows received and their numbers, as `alltoall` does.
-    """
-    return _world(options).alltoall_init(tensor, splits, **options)
+allreduce_async = _of_default(Operations.allreduce_async)
+grouped_allreduce = _of_default(blocking(describe.grouped_allreduce))
+grouped_allreduce_ = _of_default(blocking(describe.grouped_allreduce_))
+grouped_allreduce_async = _of_default(Operations.grouped_allreduce_async)
+grouped_allreduce_async_ = _of_default(Operations.grouped_allreduce_async_)
+
+reducescatter = _of_default(Operations.reducescatter)
+reducescatter_async = _of_default(Operations.reducescatter_async)
+grouped_reducescatter = _of_default(Operations.grouped_reducescatter)
+grouped_reducescatter_async = _of_default(Operations.grouped_reducescatter_async)
+
+allgather = _of_default(Operations.allgather)
+allgather_async = _of_default(Operations.allgather_async)
+grouped_allgather = _of_default(Operations.grouped_allgather)
+grouped_allgather_async = _of_default(Operations.grouped_allgather_async)
+
+broadcast = _of_default(Operations.broadcast)
+broadcast_ = _of_default(Operations.broadcast_)
+broadcast_async = _of_default(Operations.broadcast_async)
+broadcast_async_ = _of_default(Operations.broadcast_async_)
+grouped_broadcast = _of_default(Operations.grouped_broadcast)
+grouped_broadcast_ = _of_default(Operations.grouped_broadcast_)
+grouped_broadcast_async = _of_default(Operations.grouped_broadcast_async)
+grouped_broadcast_async_ = _of_default(Operations.grouped_broadcast_async_)
+
+alltoall = _of_default(Operations.alltoall)
+alltoall_async = _of_default(Operations.alltoall_async)
+
+allreduce_init = _of_default(PersistentInit.allreduce_init)
+grouped_allreduce_init = _of_default(PersistentInit.grouped_allreduce_init)
+reducescatter_init = _of_default(PersistentInit.reducescatter_init)
+grouped_reducescatter_init = _of_default(PersistentInit.grouped_reducescatter_init)
+allgather_init = _of_default(PersistentInit.allgather_init)
+grouped_allgather_init = _of_default(PersistentInit.grouped_allgather_init)
+broadcast_init = _of_default(PersistentInit.broadcast_init)
+grouped_broadcast_init = _of_default(PersistentInit.grouped_broadcast_init)
+alltoall_init = _of_default(PersistentInit.alltoall_init)
 
 
 def barrier(*, process_set: ProcessSet | None = None) -> None:

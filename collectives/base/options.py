@@ -127,11 +127,13 @@ def refuse_unknown(options: Mapping[str, Any], accepted: type[Any]) -> None:
     """Raise TypeError as `complete` does."""
     unknown = [keyword for keyword in options if keyword == "process_set" or keyword not in accepted.__optional_keys__]
     if unknown:
-        function = _called_function()
-        own = function.co_varnames[: function.co_argcount + function.co_kwonlyargcount]
+        functions = _called_functions()
+        # A function that hands any arguments on is called like one with parameters of its own.
+        described = next(code for code in reversed(functions) if not code.co_flags & inspect.CO_VARARGS)
+        own = described.co_varnames[: described.co_argcount + described.co_kwonlyargcount]
         near = difflib.get_close_matches(unknown[0], {*own, *accepted.__optional_keys__}, 1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"{function.co_name}() got an unexpected keyword argument {unknown[0]!r}{meant}")
+        raise TypeError(f"{functions[-1].co_name}() got an unexpected keyword argument {unknown[0]!r}{meant}")
 
 
 def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Function]:
@@ -171,9 +173,11 @@ def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Fu
     return decorate
 
 
-def _called_function() -> CodeType:
-    """The outermost calling function of this package, which the program called."""
+def _called_functions() -> list[CodeType]:
+    """The calling functions of this package up to the outermost one, which the program called."""
     frame = sys._getframe(1)
+    functions = [frame.f_code]
     while frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return frame.f_code
+        functions.append(frame.f_code)
+    return functions

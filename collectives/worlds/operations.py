@@ -7,7 +7,7 @@ an exception as well, and the next calls match again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,9 @@ from collectives.engine.requests import HandleFactory
 from collectives.engine.rows import GatheredRows
 from collectives.tensors import arrays
 from collectives.tensors.result_pool import ResultPool
+from collectives.worlds import descriptions as describe
 from collectives.worlds.refusals import Refusals
+from collectives.worlds.variants import begun, blocking, documented
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -67,9 +69,8 @@ class Operations:
         refusals = Refusals(ranks[rank], self.size == 1, engine, handles)
         self.check_state, self.refused, self.refusing = refusals.check_state, refusals.refused, refusals.refusing
         self.ahead_of, self.composed = refusals.ahead_of, refusals.composed
-        self.begin, self.carry_out = self._begin, self._wait
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Drop the caches, and with them views into the windows. Later calls are refused."""
         del self._requests, self._host
         self._handles.close()
@@ -97,7 +98,7 @@ class Operations:
             return self._run_out_of_place(entry, tensor, tensor.shape)  # type: ignore[attr-defined]
         options: ReduceOptions = {"op": op, "name": name, **rarer}
         if _needs_handle(tensor, options):
-            return self._wait(self._handles.allreduce, options, tensor, average, False, out, parts)
+            return self.carry_out(_allreduce, options, tensor, average, False, out, parts)
         try:
             view: arrays.View = arrays.view(tensor)  # type: ignore[assignment]  # no device tensor comes here
             entry = self._requests.reducing("allreduce", view, average, options, parts)
@@ -132,7 +133,7 @@ class Operations:
             return tensor if handle is None else handle.wait()
         options: ReduceOptions = {"op": op, "name": name, **rarer}
         if _needs_handle(tensor, options):
-            return self._wait(self._handles.allreduce, options, tensor, average, True, None, parts)
+            return self.carry_out(_allreduce, options, tensor, average, True, None, parts)
         try:
             view: arrays.View = arrays.view(tensor, writable=True)  # type: ignore[assignment]  # as above
             entry = self._requests.reducing("allreduce", view, average, options, parts)
@@ -150,11 +151,6 @@ class Operations:
             view.store()
         return tensor
 
-    def allreduce_async(
-        self, tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]
-    ) -> Handle[Tensor]:
-        return self._begin(self._handles.allreduce, options, tensor, average, False)
-
     def allreduce_async_(
         self,
         tensor: Tensor,
@@ -167,12 +163,24 @@ class Operations:
         entry = None if rarer else self._known_as(tensor, average, op, name)
         if entry is None:
             options: ReduceOptions = {"op": op, "name": name, **rarer}
-            return self._begin(self._handles.allreduce, options, tensor, average, True)
+            return self.begin(describe.allreduce_, options, tensor, average)
         array: Any = tensor
         source = array if array.ndim == 1 else array.reshape(-1)
         handle = Handle(entry, source, source, itself, array, (), (), None, source)
         handle.locate()
         return self._submit(handle)
+
+    allreduce_async = documented(
+        """Begin an `allreduce` and return at once.
+
+        Returns a handle, with `wait` and `poll`. The tensor must not change until the operation is done; other
+        operations may read it meanwhile.
+
+        Raises:
+            InvalidArgumentError: an operation of this name is in flight, or one that writes this tensor's memory.
+                Errors that only the ranks together can detect are raised by `Handle.wait`.
+        """
+    )(begun(describe.allreduce))
 
     def grouped_allreduce(
         self,
@@ -184,7 +192,7 @@ class Operations:
         **options: Unpack[ReduceOptions],
     ) -> list[Tensor]:
         """``out`` and ``parts``: for each tensor as in `HandleFactory.allreduce`, for adapters."""
-        return self._wait(self._grouped_allreduce, options, tensors, average, False, out, parts)
+        return self.carry_out(_grouped_allreduce, options, tensors, average, False, out, parts)
 
     def grouped_allreduce_(
         self,
@@ -194,134 +202,88 @@ class Operations:
         parts: Sequence[Any] | None = None,
         **options: Unpack[ReduceOptions],
     ) -> list[Tensor]:
-        return self._wait(self._grouped_allreduce, options, tensors, average, True, None, parts)
+        """``parts``: as for `grouped_allreduce`."""
+        return self.carry_out(_grouped_allreduce, options, tensors, average, True, None, parts)
 
-    def grouped_allreduce_async(
-        self, tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
-    ) -> Handle[list[Tensor]]:
-        return self._begin(self._grouped_allreduce, options, tensors, average, False)
-
-    def grouped_allreduce_async_(
-        self, tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
-    ) -> Handle[list[Tensor]]:
-        return self._begin(self._grouped_allreduce, options, tensors, average, True)
-
-    def _grouped_allreduce(
-        self,
-        options: ReduceOptions,
-        tensors: Any,
-        average: bool | None,
-        in_place: bool,
-        out: Sequence[Any] | None = None,
-        parts: Sequence[Any] | None = None,
-    ) -> Handle:
-        make = self._handles.allreduce
-        if out is None and parts is None:
-            return self._handles.grouped(options, make, tensors, average, in_place)
-        each = zip(out or (None,) * len(tensors), parts or ((),) * len(tensors), strict=True)
-        return self._handles.grouped(options, make, tensors, average, in_place, each=each)
+    grouped_allreduce_async = begun(describe.grouped_allreduce)
+    grouped_allreduce_async_ = begun(describe.grouped_allreduce_)
 
     # ---- the other collectives
 
+    @documented(describe.reducescatter.__doc__)
     def reducescatter(self, tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]) -> Tensor:
         keywords = {**options, "op": op}
         entry = self._known_as(
             tensor, None, op, options.get("name"), "reducescatter", (), *keywords, *keywords.values()
         )
         if entry is None:
-            return self._wait(self._handles.reducescatter, options, tensor, op)
+            return self.carry_out(describe.reducescatter, options, tensor, op)
         return self._run_out_of_place(entry, tensor, self._handles.share(tensor.shape))  # type: ignore[attr-defined]
 
-    def reducescatter_async(
-        self, tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
-    ) -> Handle[Tensor]:
-        return self._begin(self._handles.reducescatter, options, tensor, op)
+    reducescatter_async = begun(describe.reducescatter)
+    grouped_reducescatter = blocking(describe.grouped_reducescatter)
+    grouped_reducescatter_async = begun(describe.grouped_reducescatter)
 
-    def grouped_reducescatter(
-        self, tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
-    ) -> list[Tensor]:
-        return self.grouped_reducescatter_async(tensors, op, **options).wait()
-
-    def grouped_reducescatter_async(
-        self, tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
-    ) -> Handle[list[Tensor]]:
-        return self._begin_group(self._handles.reducescatter, options, tensors, op)
-
+    @documented(describe.broadcast.__doc__)
     def broadcast(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
         entry = self._known_as(tensor, "broadcast", root_rank, *options, *options.values())
         if entry is None or type(root_rank) is not int:
-            return self._wait(self._handles.broadcast, options, tensor, root_rank, False)
+            return self.carry_out(describe.broadcast, options, tensor, root_rank)
         return self._run_out_of_place(entry, tensor, tensor.shape)  # type: ignore[attr-defined]
 
+    @documented(describe.broadcast_.__doc__)
     def broadcast_(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
         entry = self._known_as(tensor, "broadcast", root_rank, *options, *options.values())
         if entry is None or type(root_rank) is not int:
-            return self._wait(self._handles.broadcast, options, tensor, root_rank, True)
+            return self.carry_out(describe.broadcast_, options, tensor, root_rank)
         return self._run_in_place(entry, tensor)
 
-    def broadcast_async(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
-        return self._begin(self._handles.broadcast, options, tensor, root_rank, False)
+    broadcast_async = begun(describe.broadcast)
+    broadcast_async_ = begun(describe.broadcast_)
+    grouped_broadcast = blocking(describe.grouped_broadcast)
+    grouped_broadcast_ = blocking(describe.grouped_broadcast_)
+    grouped_broadcast_async = begun(describe.grouped_broadcast)
+    grouped_broadcast_async_ = begun(describe.grouped_broadcast_)
 
-    def broadcast_async_(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
-        return self._begin(self._handles.broadcast, options, tensor, root_rank, True)
-
-    def grouped_broadcast(
-        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
-    ) -> list[Tensor]:
-        return self.grouped_broadcast_async(tensors, root_rank, **options).wait()
-
-    def grouped_broadcast_(
-        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
-    ) -> list[Tensor]:
-        return self.grouped_broadcast_async_(tensors, root_rank, **options).wait()
-
-    def grouped_broadcast_async(
-        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
-    ) -> Handle[list[Tensor]]:
-        return self._begin_group(self._handles.broadcast, options, tensors, root_rank, False)
-
-    def grouped_broadcast_async_(
-        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
-    ) -> Handle[list[Tensor]]:
-        return self._begin_group(self._handles.broadcast, options, tensors, root_rank, True)
-
+    @documented(describe.allgather.__doc__)
     def allgather(self, tensor: Tensor, **options: Unpack[CallOptions]) -> Tensor:
         entry = self._known_rows(tensor, "allgather", options)
         if entry is None:
-            return self._wait(self._handles.allgather, options, tensor)
+            return self.carry_out(describe.allgather, options, tensor)
         array: Any = tensor
         gathered = GatheredRows((array.shape[0],), lambda: self._handles.allgather(options, tensor))
         handle = self._run(entry, array if array.ndim == 1 else array.reshape(-1), gathered, None, (array,))
         return gathered.array if handle is None else handle.wait()  # type: ignore[return-value]  # an array, as the tensor
 
-    def allgather_async(self, tensor: Tensor, **options: Unpack[CallOptions]) -> Handle[Tensor]:
-        return self._begin(self._handles.allgather, options, tensor)
+    allgather_async = begun(describe.allgather)
+    grouped_allgather = blocking(describe.grouped_allgather)
+    grouped_allgather_async = begun(describe.grouped_allgather)
 
-    def grouped_allgather(self, tensors: Sequence[Tensor], **options: Unpack[CallOptions]) -> list[Tensor]:
-        return self.grouped_allgather_async(tensors, **options).wait()
+    @overload
+    def alltoall(self, tensor: Tensor, splits: None = None, **options: Unpack[CallOptions]) -> Tensor: ...
 
-    def grouped_allgather_async(
-        self, tensors: Sequence[Tensor], **options: Unpack[CallOptions]
-    ) -> Handle[list[Tensor]]:
-        return self._begin_group(self._handles.allgather, options, tensors)
+    @overload
+    def alltoall(
+        self, tensor: Tensor, splits: Sequence[int] | npt.NDArray[Any], **options: Unpack[CallOptions]
+    ) -> tuple[Tensor, npt.NDArray[np.int64]]: ...
 
+    @documented(describe.alltoall.__doc__)
     def alltoall(
         self, tensor: Tensor, splits: Any = None, **options: Unpack[CallOptions]
     ) -> Tensor | tuple[Tensor, npt.NDArray[np.int64]]:
-        entry = self._known_rows(tensor, "alltoall", options) if splits is None else None
-        if entry is None or tensor.shape[0] % self.size:  # type: ignore[attr-defined]
-            return self._wait(self._handles.alltoall, options, tensor, splits)
         array: Any = tensor
+        entry = self._known_rows(array, "alltoall", options) if splits is None else None
+        if entry is None or array.shape[0] % self.size:
+            return self.carry_out(describe.alltoall, options, array, splits)
         rows = (array.shape[0] // self.size,) * self.size
-        gathered = GatheredRows(rows, lambda: self._handles.alltoall(options, tensor, None))
+        gathered = GatheredRows(rows, lambda: self._handles.alltoall(options, array, None))
         handle = self._run(entry, array if array.ndim == 1 else array.reshape(-1), gathered, None, (array,))
         return gathered.array if handle is None else handle.wait()  # type: ignore[return-value]  # an array, as the tensor
 
-    def alltoall_async(self, tensor: Any, splits: Any = None, **options: Unpack[CallOptions]) -> Handle[Any]:
-        return self._begin(self._handles.alltoall, options, tensor, splits)
+    alltoall_async = begun(describe.alltoall)
 
     def barrier(self) -> None:
-        self._wait(lambda _: self._handles.barrier(), {})
+        self.carry_out(lambda handles: handles.barrier(), {})
 
     def join(self) -> int:
         self.check_state()
@@ -341,8 +303,8 @@ class Operations:
             deliver: makes the result; called on every rank once all have called.
             ranks, what: must be equal on every rank.
         """
-        return self._wait(
-            lambda _: self._handles.without_tensor(operation, ranks=ranks, what=what, deliver=deliver), {}
+        return self.carry_out(
+            lambda handles: handles.without_tensor(operation, ranks=ranks, what=what, deliver=deliver), {}
         )
 
     # ---- the frequent case: neither a view nor a handle is made
@@ -391,10 +353,11 @@ class Operations:
     def synchronize(self, handle: Handle[Tensor], timeout: float | None = None) -> Tensor:
         return _a_handle(handle).wait(timeout)
 
-    def _begin(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Handle:
-        """Submit the operation of ``make(options, *arguments)``, or tell the other ranks why it is refused."""
+    def begin(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Handle:
+        """Submit the operation that ``make(handles, *arguments, **options)`` makes, or tell the other ranks why it is
+        refused."""
         try:
-            handle = make(options, *arguments)
+            handle = make(self._handles, *arguments, **options)
             if handle.fence is not None or handle.members:
                 self._mark(handle)
         except Exception as error:
@@ -405,15 +368,11 @@ class Operations:
         handle.locate()
         return self._engine.submit(handle)
 
-    def _begin_group(
-        self, make: Callable[..., Handle], options: CallOptions, tensors: Sequence[Any], *arguments: Any
-    ) -> Handle:
-        return self._begin(self._handles.grouped, options, make, tensors, *arguments)
-
-    def _wait(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Any:
-        """Carry out the operation of ``make(options, *arguments)``, or tell the other ranks why it is refused."""
+    def carry_out(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Any:
+        """Carry out the operation that ``make(handles, *arguments, **options)`` makes, or tell the other ranks why it
+        is refused."""
         try:
-            handle = make(options, *arguments)
+            handle = make(self._handles, *arguments, **options)
             if handle.fence is not None or handle.members:
                 self._mark(handle)
         except Exception as error:
@@ -429,6 +388,27 @@ class Operations:
         """Order an operation on GPU tensors after the work that their streams have been given so far."""
         if any(part.fence is not None for part in (handle, *handle.members)):
             self._handles.devices().mark(handle)
+
+
+def _allreduce(
+    handles: HandleFactory, tensor: Any, average: bool | None, in_place: bool, out: Any, parts: Any, **options: Any
+) -> Handle:
+    return handles.allreduce(options, tensor, average, in_place, out, parts)
+
+
+def _grouped_allreduce(
+    handles: HandleFactory,
+    tensors: Any,
+    average: bool | None,
+    in_place: bool,
+    out: Sequence[Any] | None,
+    parts: Sequence[Any] | None,
+    **options: Any,
+) -> Handle:
+    if out is None and parts is None:
+        return handles.grouped(options, handles.allreduce, tensors, average, in_place)
+    each = zip(out or (None,) * len(tensors), parts or ((),) * len(tensors), strict=True)
+    return handles.grouped(options, handles.allreduce, tensors, average, in_place, each=each)
 
 
 def _nothing_known(key: tuple[Any, ...]) -> None:

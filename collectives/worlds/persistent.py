@@ -241,7 +241,7 @@ class RebuiltOperation(PersistentOperation[Result]):
     __slots__ = ("_binding", "_make", "_options")
 
     def __init__(
-        self, operations: Operations, binding: Rebuilt, make: Callable[[Any], Handle[Result]], options: Any
+        self, operations: Operations, binding: Rebuilt, make: Callable[..., Handle[Result]], options: Any
     ) -> None:
         super().__init__(operations, binding.entry)
         self._binding = binding
@@ -271,5 +271,5 @@ def _freed() -> bool:
     return True
 
 
-def _made_no_more(options: Any) -> Handle[Any]:
+def _made_no_more(handles: Any, **options: Any) -> Handle[Any]:
     raise AssertionError("an operation that was freed is refused before this")

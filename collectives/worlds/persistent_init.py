@@ -7,11 +7,13 @@ without compression, a prescale factor or Adasum. Otherwise every start carries 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import GenericAlias, SimpleNamespace
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 import numpy as np
 
@@ -26,17 +28,45 @@ from collectives.engine.requests import HandleFactory
 from collectives.tensors import arrays
 from collectives.tensors.pinned import Pin, can_pin, check_mutable
 from collectives.transport.base import Array
+from collectives.worlds import descriptions as describe
 from collectives.worlds.operations import Operations
 from collectives.worlds.persistent import BoundOperation, PersistentOperation, RebuiltOperation
+from collectives.worlds.variants import documented, like
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from collectives.base.options import CallOptions, ReduceOptions, ScaleOptions
+    from collectives.base.options import CallOptions, ReduceOptions
 
 Tensor = TypeVar("Tensor")
-Make = Callable[[Any], Handle]
-"""Makes the ordinary handle of the keywords that the caller has given."""
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def persistent(
+    describe: Callable[Concatenate[Any, Parameters], Handle[Result]],
+) -> Callable[Concatenate[Any, Parameters], PersistentOperation[Result]]:
+    """The method of `PersistentInit` that makes the described operation, of a tensor or of several, persistent."""
+    ordinary: Callable[..., Handle] = describe
+    first = list(inspect.signature(describe).parameters)[1]
+
+    def call(self: PersistentInit, *arguments: Any, **options: Any) -> Any:
+        tensor, *further = arguments or (options.pop(first, None),)
+        if first == "tensors" and isinstance(tensor, (list, tuple)):
+            tensor = list(tensor)
+
+        def make(handles: HandleFactory, **keywords: Any) -> Handle:
+            return ordinary(handles, tensor, *further, **keywords)
+
+        return self.made(options, tensor if first == "tensors" else [tensor], make)  # type: ignore[arg-type]
+
+    returns = SimpleNamespace(__annotations__={"return": describe.__annotations__["return"]})
+    (result,) = get_type_hints(returns, ordinary.__globals__)["return"].__args__
+    name = describe.__name__.rstrip("_")
+    method: Callable[..., Any] = like(describe, call, f"{name}_init", GenericAlias(PersistentOperation, (result,)))
+    single = name.removeprefix("grouped_")
+    method.__doc__ = f"`{single}_init` of several tensors that are carried out, and complete, together."
+    return method
 
 
 class PersistentInit:
@@ -54,7 +84,7 @@ class PersistentInit:
         self._numbers = itertools.count()
         self._bindings: weakref.WeakSet[Bound | Rebuilt] = weakref.WeakSet()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Drop the plans of all operations, which refer to windows."""
         for binding in list(self._bindings):
             binding.release()
@@ -62,12 +92,34 @@ class PersistentInit:
     def allreduce_init(
         self, tensor: Tensor, average: bool | None = None, *, out: Any = None, **options: Unpack[ReduceOptions]
     ) -> PersistentOperation[Tensor]:
-        make = self._handles.allreduce
-        if out is None or out is tensor:
-            return self._made(options, [tensor], lambda keywords: make(keywords, tensor, average, True))
+        """Make an `allreduce` that is started any number of times, in place: the result replaces the tensor's elements.
 
-        def out_of_place(keywords: Any) -> Handle:
-            handle = make(keywords, tensor, average, False, _output(tensor, out))
+        Every rank makes it with the same call; a start then costs the ranks one word each. It has ``start()``,
+        ``wait()`` and a call that does both, and keeps the tensor until ``free()``. Every start counts like a call of
+        `allreduce_`: starts and other operations may be mixed in any way, in the same order on every rank unless they
+        have names.
+
+        Args:
+            tensor: writable; most is gained with contiguous NumPy arrays and torch tensors on the CPU. On a GPU, in any
+                other layout, with ``compression``, ``prescale_factor`` or Adasum every start works as the ordinary
+                operation does. Its memory, shape and layout must remain as they are.
+            out: contiguous memory for the result, of the tensor's shape and dtype, and apart from it; the tensor is
+                left unchanged then.
+            name: of every start.
+
+        Raises:
+            InvalidTypeError: a tensor that never changes, as of JAX and TensorFlow.
+            MismatchError: the ranks' calls differ, or a rank has joined.
+        """
+        if out is None or out is tensor:
+
+            def in_place(handles: HandleFactory, **keywords: Any) -> Handle:
+                return handles.allreduce(keywords, tensor, average, True)
+
+            return self.made(options, [tensor], in_place)
+
+        def out_of_place(handles: HandleFactory, **keywords: Any) -> Handle:
+            handle = handles.allreduce(keywords, tensor, average, False, _output(tensor, out))
             deliver = handle.deliver
 
             def into_out(completed: Handle) -> Any:
@@ -77,69 +129,49 @@ class PersistentInit:
             handle.deliver = into_out
             return handle
 
-        return self._made(options, [tensor, out], out_of_place)
+        return self.made(options, [tensor, out], out_of_place)
 
-    def grouped_allreduce_init(
-        self, tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
-    ) -> PersistentOperation[list[Tensor]]:
-        return self._grouped(self._handles.allreduce, options, tensors, average, True)
+    grouped_allreduce_init = persistent(describe.grouped_allreduce_)
+    reducescatter_init = documented(
+        """Make a `reducescatter` that is started any number of times, as `allreduce_init` does.
 
-    def reducescatter_init(
-        self, tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
-    ) -> PersistentOperation[Tensor]:
-        make = self._handles.reducescatter
-        return self._made(options, [tensor], lambda keywords: make(keywords, tensor, op))
+        Its result is made once: every start returns the same tensor, with new elements. (A new one, where a start works
+        as the ordinary operation does.)
+        """
+    )(persistent(describe.reducescatter))
+    grouped_reducescatter_init = persistent(describe.grouped_reducescatter)
+    broadcast_init = documented("Make a `broadcast_` that is started any number of times, as `allreduce_init` does.")(
+        persistent(describe.broadcast_)
+    )
+    grouped_broadcast_init = persistent(describe.grouped_broadcast_)
+    allgather_init = documented(
+        """Make an `allgather` that is started any number of times, as `allreduce_init` does.
 
-    def grouped_reducescatter_init(
-        self, tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
-    ) -> PersistentOperation[list[Tensor]]:
-        return self._grouped(self._handles.reducescatter, options, tensors, op)
+        The ranks agree on their rows when it is made. Its result is made once, as that of `reducescatter_init`. It
+        cannot be started while a rank has joined.
+        """
+    )(persistent(describe.allgather))
+    grouped_allgather_init = persistent(describe.grouped_allgather)
+    alltoall_init = documented(
+        """Make an `alltoall` that is started any number of times, as `allgather_init` does.
 
-    def broadcast_init(
-        self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]
-    ) -> PersistentOperation[Tensor]:
-        make = self._handles.broadcast
-        return self._made(options, [tensor], lambda keywords: make(keywords, tensor, root_rank, True))
+        With ``splits`` every start returns the rows received and their numbers, as `alltoall` does.
+        """
+    )(persistent(describe.alltoall))
 
-    def grouped_broadcast_init(
-        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
-    ) -> PersistentOperation[list[Tensor]]:
-        return self._grouped(self._handles.broadcast, options, tensors, root_rank, True)
-
-    def allgather_init(self, tensor: Tensor, **options: Unpack[CallOptions]) -> PersistentOperation[Tensor]:
-        make = self._handles.allgather
-        return self._made(options, [tensor], lambda keywords: make(keywords, tensor))
-
-    def grouped_allgather_init(
-        self, tensors: Sequence[Tensor], **options: Unpack[CallOptions]
-    ) -> PersistentOperation[list[Tensor]]:
-        return self._grouped(self._handles.allgather, options, tensors)
-
-    def alltoall_init(
-        self, tensor: Any, splits: Any = None, **options: Unpack[CallOptions]
-    ) -> PersistentOperation[Any]:
-        make = self._handles.alltoall
-        return self._made(options, [tensor], lambda keywords: make(keywords, tensor, splits))
-
-    def _grouped(
-        self, make: Callable[..., Handle], options: CallOptions, tensors: Sequence[Any], *further: Any
-    ) -> PersistentOperation[list[Any]]:
-        kept = list(tensors) if isinstance(tensors, (list, tuple)) else tensors
-        return self._made(options, kept, lambda keywords: self._handles.grouped(keywords, make, kept, *further))
-
-    def _made(self, options: CallOptions, tensors: Any, make: Make) -> PersistentOperation[Any]:
+    def made(self, options: CallOptions, tensors: Any, make: Callable[..., Handle]) -> PersistentOperation[Any]:
         """The operation of the handles that ``make`` makes; every rank calls it.
 
         Args:
             options: the keywords that the caller has given.
             tensors: all that the operation reads or writes and that the program knows.
-            make: of the ordinary operation.
+            make: makes the ordinary handle, of the maker of handles and the keywords.
         """
 
-        def meet(keywords: CallOptions) -> Handle:
+        def meet(handles: HandleFactory, **keywords: Any) -> Handle:
             for tensor in tensors if isinstance(tensors, (list, tuple)) else ():
                 check_mutable(tensor)
-            template = make(keywords)
+            template = make(handles, **keywords)
             request = template.entry.request
             entry = CachedRequest(
                 replace(request, collective=f"{request.collective}_init"), self._engine.context.planner
@@ -150,7 +182,7 @@ class PersistentInit:
         return operation
 
     def _agree(
-        self, template: Handle, options: CallOptions, tensors: Sequence[Any], make: Make
+        self, template: Handle, options: CallOptions, tensors: Sequence[Any], make: Callable[..., Handle]
     ) -> PersistentOperation[Any]:
         """Bind the operation, if all ranks can; all ranks are here, between the same two rounds."""
         number = next(self._numbers)
@@ -182,13 +214,15 @@ class PersistentInit:
         alone = self._run_alone(binding) if self._operations.size == 1 else None
         return BoundOperation(self._operations, self._engine, binding, Pin(tensors), result, alone)
 
-    def _rebuilt(self, template: Handle, number: int, options: CallOptions, make: Make) -> PersistentOperation[Any]:
+    def _rebuilt(
+        self, template: Handle, number: int, options: CallOptions, make: Callable[..., Handle]
+    ) -> PersistentOperation[Any]:
         binding = Rebuilt(template, number)
         self._bindings.add(binding)
         request, rows = template.entry.request, [tuple(part.rows) for part in template.members or (template,)]
 
-        def again(keywords: Any) -> Handle:
-            handle = make(keywords)
+        def again(handles: HandleFactory, **keywords: Any) -> Handle:
+            handle = make(handles, **keywords)
             if handle.entry.request != request or [tuple(part.rows) for part in handle.members or (handle,)] != rows:
                 raise InvalidArgumentError(
                     f"{binding.entry.request.describe()} cannot be started: its tensors are now those of "

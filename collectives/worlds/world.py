@@ -61,7 +61,16 @@ _LEAVE_WITHIN = 2.0
 _SETTLE_WITHIN = 30.0
 
 
-class World:
+if TYPE_CHECKING:
+
+    class _Parts(Operations, PersistentInit, Objects, Messages):
+        """What a world's parts give it: their public attributes are its own."""
+
+else:
+    _Parts = object
+
+
+class World(_Parts):
     """One rank of a group. Methods may be called from any thread.
 
     Args:
@@ -70,7 +79,7 @@ class World:
         turn: of this rank, if this is a process set of another world; orders the two worlds' uses of NCCL.
 
     Attributes:
-        operations: its collectives; most are attributes of the world too.
+        operations: its collectives; they are attributes of the world too, as are those of its other parts.
         rank, size: this rank and the number of ranks.
         local_rank, local_size: among the ranks of this host.
         cross_rank, cross_size: this host, and the number of hosts, among the ranks with this local rank.
@@ -136,50 +145,18 @@ class World:
         self.operations = Operations(self.rank, self.ranks, self._engine, handles, self._pool)
         self._persistent = PersistentInit(self.operations, self._engine, handles)
         self._transfers = self._make_transfers()
-        self._attach_operations()
+        objects = Objects(self.operations, group.key)
+        messages = Messages(self.rank, self.ranks, self._transfers)
+        for part in (self.operations, self._persistent, objects, messages):
+            for name in (*vars(type(part)), *vars(part)):
+                if not name.startswith("_"):
+                    setattr(self, name, getattr(part, name))
         self._tuning = Tuning(self._engine, self.planner, config) if config.autotune and self.size > 1 else None
         self._children: list[World] = []
         self._turn = turn or Turn()
         self._recorder: timeline.Timeline | None = None
         """The timeline that this world has opened, and closes; its process sets write to it too."""
         forks.remember(self)
-
-    def _attach_operations(self) -> None:
-        """Make the operations attributes of the world."""
-        does = self.operations
-        self.allreduce, self.allreduce_ = does.allreduce, does.allreduce_
-        self.allreduce_async, self.allreduce_async_ = does.allreduce_async, does.allreduce_async_
-        self.grouped_allreduce, self.grouped_allreduce_ = does.grouped_allreduce, does.grouped_allreduce_
-        self.grouped_allreduce_async = does.grouped_allreduce_async
-        self.grouped_allreduce_async_ = does.grouped_allreduce_async_
-        self.reducescatter, self.reducescatter_async = does.reducescatter, does.reducescatter_async
-        self.grouped_reducescatter = does.grouped_reducescatter
-        self.grouped_reducescatter_async = does.grouped_reducescatter_async
-        self.broadcast, self.broadcast_ = does.broadcast, does.broadcast_
-        self.broadcast_async, self.broadcast_async_ = does.broadcast_async, does.broadcast_async_
-        self.grouped_broadcast, self.grouped_broadcast_ = does.grouped_broadcast, does.grouped_broadcast_
-        self.grouped_broadcast_async = does.grouped_broadcast_async
-        self.grouped_broadcast_async_ = does.grouped_broadcast_async_
-        self.allgather, self.allgather_async = does.allgather, does.allgather_async
-        self.grouped_allgather, self.grouped_allgather_async = does.grouped_allgather, does.grouped_allgather_async
-        self.alltoall, self.alltoall_async = does.alltoall, does.alltoall_async
-        makes = self._persistent
-        self.allreduce_init, self.grouped_allreduce_init = makes.allreduce_init, makes.grouped_allreduce_init
-        self.reducescatter_init = makes.reducescatter_init
-        self.grouped_reducescatter_init = makes.grouped_reducescatter_init
-        self.broadcast_init, self.grouped_broadcast_init = makes.broadcast_init, makes.grouped_broadcast_init
-        self.allgather_init, self.grouped_allgather_init = makes.allgather_init, makes.grouped_allgather_init
-        self.alltoall_init = makes.alltoall_init
-        self.barrier, self.join, self.poll, self.synchronize = does.barrier, does.join, does.poll, does.synchronize
-        objects = Objects(does, self._group.key)
-        self.broadcast_object, self.allgather_object = objects.broadcast_object, objects.allgather_object
-        self.broadcast_bytes, self.check_consistency = objects.broadcast_bytes, objects.check_consistency
-        self.refused, self.refusing = does.refused, does.refusing
-        self.ahead_of, self.composed = does.ahead_of, does.composed
-        self.memory = does.memory
-        messages = Messages(self.rank, self.ranks, self._transfers)
-        self.send, self.isend, self.recv, self.irecv = messages.send, messages.isend, messages.recv, messages.irecv
-        self.sendrecv = messages.sendrecv
 
     def _make_transfers(self) -> Transfers:
         this = weakref.ref(self)  # a world must end without the garbage collector
@@ -415,8 +392,8 @@ class World:
         # Peers that have left have this rank's device memory mapped no more.
         if self._devices is not None and settled and backoff.poll(self._control.all_left, _LEAVE_WITHIN):
             self._devices.free()
-        self._persistent.close()
-        self.operations.close()  # drops its views into the windows, so that they can be unmapped
+        self._persistent._close()
+        self.operations._close()  # drops its views into the windows, so that they can be unmapped
         self._group.close()
         arena.release()
 

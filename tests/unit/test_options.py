@@ -59,6 +59,8 @@ def test_a_misspelt_keyword_is_told_what_was_meant(keyword: str, meant: str) -> 
     collectives.init()
     with pytest.raises(TypeError, match=rf"^allreduce\(\) got an unexpected .* '{keyword}'; did you mean '{meant}'\?$"):
         collectives.allreduce(1.0, **{keyword: 1})
+    with pytest.raises(TypeError, match=rf"^allreduce_async\(\) .* '{keyword}'; did you mean '{meant}'\?$"):
+        collectives.allreduce_async(1.0, **{keyword: 1})
     with pytest.raises(TypeError, match=r"^allreduce\(\) got an unexpected keyword argument 'colour'$"):
         collectives.allreduce(1.0, **{"colour": 1})
     collectives.shutdown()
@@ -78,6 +80,16 @@ def test_the_types_of_all_keywords_can_be_looked_up() -> None:
         if "stream" in getattr(getattr(function, "__signature__", None), "parameters", ()):
             assert get_type_hints(function).keys() == {*inspect.signature(function).parameters, "return"}, name
     assert get_type_hints(collectives.allreduce)["op"] == Op | None
+
+
+def test_every_function_says_what_it_does_and_returns() -> None:
+    for name in collectives.__all__:
+        function = getattr(collectives, name)
+        if inspect.isfunction(function):
+            assert function.__doc__ and function.__name__ == name and function.__module__.startswith("collectives.")
+            assert inspect.signature(function).return_annotation not in (inspect.Signature.empty, "Any"), name
+    assert "PersistentOperation[" in str(inspect.signature(collectives.grouped_allgather_init).return_annotation)
+    assert inspect.signature(collectives.grouped_allgather).return_annotation == "list[Tensor]"
 
 
 def test_an_error_does_not_name_a_program_whose_path_begins_like_that_of_this_package() -> None:

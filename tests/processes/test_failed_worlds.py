@@ -29,7 +29,7 @@ from tests.trials.failed_worlds import Footprint, check, footprint
 def test_worlds_that_fail_leave_nothing_behind(network: str, settings: dict[str, str]) -> None:
     if network == "tcp":
         settings = {**settings, "COLLECTIVES_RENDEZVOUS": f"tcp://127.0.0.1:{free_port()}"}
-    result = run_ranks(3, ["-m", "tests.trials.failed_worlds", "12"], env=settings, timeout=90)
+    result = run_ranks(3, ["-m", "tests.trials.failed_worlds", "24"], env=settings, timeout=90)
     assert all("nothing has grown" in text for text in result.ranks), str(result)
 
 

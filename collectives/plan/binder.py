@@ -116,8 +116,6 @@ class Binder:
     def _push(self, action: Action) -> Do:
         memory, source = self._group.memory, action.source
         assert memory is not None and source is not None
-        if source.space is not Space.WINDOW:
-            return fast_paths.push_directly(self._state, memory.store, action, self._block, self._itemsize)
         length, peer, itemsize, store = self._blocks.length(action.size), action.peer, self._itemsize, memory.store
         assert action.target is not None
         here, there = self._blocks.own_address(source), self._blocks.peer_address(peer, action.target)
@@ -154,7 +152,7 @@ class Binder:
     def _shortcut(self, action: Action, wait: Do) -> Do | None:
         """The closure of `fast_paths` for an action, if there is one."""
         state, source, operand, target = self._state, action.source, action.operand, action.target
-        kernel, finish, memory = self._kernel, self._finish if action.finish else None, self._group.memory
+        kernel, finish = self._kernel, self._finish if action.finish else None
         if source is None or target is None:
             return None
         if action.returned and self._segments == 1:
@@ -175,12 +173,6 @@ class Binder:
             if operand is not None and operand.space is Space.INPUT and kernel is not None:
                 return fast_paths.reduce_from_window(
                     state, in_slots, operand, target, action.size, wait, staged, kernel, finish
-                )
-        if action.medium.in_place and action.verb is Verb.REDUCE and action.after < 0:
-            assert memory is not None and operand is not None and kernel is not None
-            if Space.WINDOW not in (source.space, operand.space):
-                return fast_paths.reduce_directly(
-                    state, memory.fetch, self._scratch, action, self._block, self._itemsize, kernel, finish
                 )
         return None
 

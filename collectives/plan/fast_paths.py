@@ -1,9 +1,7 @@
 """Fast paths: the few closures that most calls consist of.
 
-They do what `binder` and `executor` do in general, with everything that can be known looked up beforehand:
-
-- whole actions of plans of one segment, whose blocks never move within a slot;
-- the two rounds of the direct all-reduce over direct reads.
+They do what `binder` does in general, with everything that can be known looked up beforehand: whole actions of plans of
+one segment, whose blocks never move within a slot.
 
 `one_reduction` has the shortest way through a whole plan.
 """
@@ -14,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from collectives.plan.program import Action, Place, Space
+from collectives.plan.program import Place, Space
 from collectives.transport.base import SLOTS, Array
 
 Kernel = Callable[[Array, Array, Array], object]
@@ -68,10 +66,6 @@ class ExecutorState:
         self.free_at = [0] * SLOTS
         self.finished = 0
         self.entered_staged = False
-
-
-Move = Callable[[int, int, int, int], None]
-"""`MemoryTransport.fetch` or ``store``: peer, its address, this rank's address, bytes."""
 
 
 def stage(state: ExecutorState, views: Sequence[Array], source: Place, size: int) -> Do:
@@ -148,72 +142,6 @@ def reduce_in_window(
         state.output[here] = block
 
     return reduce if size else _nothing
-
-
-def reduce_directly(
-    state: ExecutorState,
-    fetch: Move,
-    scratch: Sequence[Array],
-    action: Action,
-    block: int,
-    itemsize: int,
-    kernel: Kernel,
-    finish: Scale | None,
-) -> Do:
-    """Combine a block of this rank with one of a peer's tensor, without waiting for the peer; from private memory it is
-    fetched into scratch memory first."""
-    source, operand, target = action.source, action.operand, action.target
-    assert source is not None and operand is not None and target is not None
-    peer, size, which = action.peer, action.size, 0 if source.space is Space.INPUT else 1
-    there, here, own, from_input = source.offset, target.offset, operand.offset, operand.space is Space.INPUT
-    peer_tensors = state.outputs if which else state.inputs
-
-    def reduce(segment: int) -> None:
-        at = segment * block
-        n = size - at
-        if n > block:
-            n = block
-        elif n <= 0:
-            return
-        tensor = peer_tensors[peer]
-        if tensor is None:
-            fetch(peer, state.addresses[peer][which] + (there + at) * itemsize, state.scratch_at, n * itemsize)
-            value = scratch[0][:n]
-        else:
-            value = tensor[there + at : there + at + n]
-        output = state.output
-        own_tensor = state.input if from_input else output
-        out = output[here + at : here + at + n]
-        kernel(out if own_tensor is output and own == here else own_tensor[own + at : own + at + n], value, out)
-        if finish is not None:
-            finish(out, out)
-
-    return reduce
-
-
-def push_directly(state: ExecutorState, store: Move, action: Action, block: int, itemsize: int) -> Do:
-    """Write a block of this rank into a peer's output."""
-    source, target = action.source, action.target
-    assert source is not None and target is not None
-    peer, size, here, there = action.peer, action.size, source.offset, target.offset
-    from_input, peer_tensors = source.space is Space.INPUT, state.outputs
-
-    def push(segment: int) -> None:
-        at = segment * block
-        n = size - at
-        if n > block:
-            n = block
-        elif n <= 0:
-            return
-        tensor = peer_tensors[peer]
-        if tensor is not None:
-            own_tensor = state.input if from_input else state.output
-            tensor[there + at : there + at + n] = own_tensor[here + at : here + at + n]
-            return
-        own = state.input_at if from_input else state.output_at
-        store(peer, state.addresses[peer][1] + (there + at) * itemsize, own + (here + at) * itemsize, n * itemsize)
-
-    return push
 
 
 def _nothing(segment: int) -> None:

@@ -54,16 +54,31 @@ def _of_default(method: Callable[Concatenate[Any, Parameters], Result]) -> Calla
     rooted = "root_rank" in signature.parameters
 
     def call(*arguments: Any, **options: Any) -> Any:
-        if not options:
-            return getattr(default.world or world(), name)(*arguments)
-        process_set = options.pop("process_set", None)
-        if process_set is None:
-            return getattr(default.world or world(), name)(*arguments, **options)
-        if rooted and len(arguments) > 1:
-            arguments = (arguments[0], root_in(process_set, arguments[1], options.get("name")), *arguments[2:])
-        elif rooted and "root_rank" in options:
-            options["root_rank"] = root_in(process_set, options["root_rank"], options.get("name"))
-        return getattr(world_of(process_set), name)(*arguments, **options)
+        try:
+            if not options:
+                return getattr(default.world or world(), name)(*arguments)
+            process_set = options.pop("process_set", None)
+            if process_set is None:
+                return getattr(default.world or world(), name)(*arguments, **options)
+            if rooted and len(arguments) > 1:
+                arguments = (arguments[0], root_in(process_set, arguments[1], options.get("name")), *arguments[2:])
+            elif rooted and "root_rank" in options:
+                options["root_rank"] = root_in(process_set, options["root_rank"], options.get("name"))
+            return getattr(world_of(process_set), name)(*arguments, **options)
+        except TypeError as error:
+            misfit = _misfit(arguments, options)
+            if misfit is None:
+                raise
+            raise TypeError(f"{name}() {misfit}") from None
+
+    def _misfit(arguments: tuple[Any, ...], options: dict[str, Any]) -> str | None:
+        """Why arguments do not fit the function, whose name the error of a method does not have."""
+        try:
+            named = {keyword: value for keyword, value in options.items() if keyword in signature.parameters}
+            signature.replace(parameters=parameters).bind(*arguments, **named)
+        except TypeError as error:
+            return str(error)
+        return None
 
     function: Any = like(method, call, name, signature.return_annotation)
     function.__module__ = __name__

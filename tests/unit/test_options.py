@@ -74,6 +74,24 @@ def test_a_misspelt_function_is_told_what_was_meant(before: str) -> None:
     assert "no attribute 'alreduce'. Did you mean: 'allreduce'?" in shown.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("broadcast", (1.0,), "missing a required argument: 'root_rank'"),
+        ("broadcast_init", (1.0,), "missing a required argument: 'root_rank'"),
+        ("broadcast", (1.0, 0, 1), "too many positional arguments"),
+        ("allgather_init", (), "missing a required argument: 'tensor'"),
+        ("grouped_allgather_async", (), "missing a required argument: 'tensors'"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_refused_under_the_name_that_was_called(
+    name: str, arguments: tuple[Any, ...], said: str
+) -> None:
+    collectives.init()
+    with pytest.raises(TypeError, match=rf"^{name}\(\) {said}"):
+        getattr(collectives, name)(*arguments)
+
+
 def test_the_types_of_all_keywords_can_be_looked_up() -> None:
     for name in collectives.__all__:
         function = getattr(collectives, name)

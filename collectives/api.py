@@ -65,7 +65,7 @@ def _of_default(method: Callable[Concatenate[Any, Parameters], Result]) -> Calla
             elif rooted and "root_rank" in options:
                 options["root_rank"] = root_in(process_set, options["root_rank"], options.get("name"))
             return getattr(world_of(process_set), name)(*arguments, **options)
-        except TypeError as error:
+        except TypeError:
             misfit = _misfit(arguments, options)
             if misfit is None:
                 raise

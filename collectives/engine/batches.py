@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _ALONE_FROM = 256 << 10
 """Bytes from which a tensor gains nothing from being copied into a buffer with others."""
+_ALONE_ON_ONE_HOST_FROM = 4 << 20
+"""Bytes from which a private tensor takes less time alone, by direct reads, than packed into windows with others."""
 _BUFFER_BYTES = 16 << 20
 """The most bytes of one such buffer."""
 
@@ -77,18 +79,24 @@ class Batch:
         if len(entries) == 1:
             self.tasks.append((self._alone(first), members))
             return
-        total = sum(entry.nbytes for entry in entries)
-        one_host = len(context.group.hosts) == 1
-        choice = context.entries.choose_fused(first, total, len(entries))
-        if one_host and choice.medium is Medium.WINDOW and not choice.native:
-            located = context.entries.locates_bucket(first, total, len(entries))
-            self.tasks.append(((self._located_bucket if located else Bucket)(context, entries, choice), members))
+        choice = self._choose(entries)
+        through_windows = len(context.group.hosts) == 1 and choice.medium is Medium.WINDOW and not choice.native
+        alone_from = _ALONE_ON_ONE_HOST_FROM if through_windows else _ALONE_FROM
+        small = tuple(number for number in members if self.entries[number].nbytes < alone_from)
+        self.tasks += [(self._alone(self.entries[number]), (number,)) for number in members if number not in small]
+        if through_windows and len(small) > 1:
+            self._pass_through_windows(small)
         else:
-            for number in members:
-                if self.entries[number].nbytes >= _ALONE_FROM:
-                    self.tasks.append((self._alone(self.entries[number]), (number,)))
-            small = [number for number in members if self.entries[number].nbytes < _ALONE_FROM]
             self._copy_together(small)
+
+    def _pass_through_windows(self, members: tuple[int, ...]) -> None:
+        entries = [self.entries[number] for number in members]
+        locates = self._context.entries.locates_bucket(entries[0], sum(each.nbytes for each in entries), len(entries))
+        bucket = self._located_bucket if locates else Bucket
+        self.tasks.append((bucket(self._context, entries, self._choose(entries)), members))
+
+    def _choose(self, entries: Sequence[CachedRequest]) -> Choice:
+        return self._context.entries.choose_fused(entries[0], sum(each.nbytes for each in entries), len(entries))
 
     def _copy_together(self, members: Sequence[int]) -> None:
         """Divide small tensors among buffers of at most ``_BUFFER_BYTES``."""
@@ -98,8 +106,8 @@ class Batch:
             nbytes = 0 if number is None else self.entries[number].nbytes
             if part and (number is None or filled + nbytes > _BUFFER_BYTES):
                 entries = [self.entries[n] for n in part]
-                choice = self._context.entries.choose_fused(entries[0], filled, len(entries))
-                task = self._alone(entries[0]) if len(part) == 1 else BufferBucket(self._context, entries, choice)
+                alone = len(part) == 1
+                task = self._alone(entries[0]) if alone else BufferBucket(self._context, entries, self._choose(entries))
                 self.tasks.append((task, tuple(part)))
                 part, filled = [], 0
             if number is not None:

@@ -118,6 +118,19 @@ def test_buckets_of_one_host_go_through_windows_or_are_reduced_where_they_lie() 
 
 
 @pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((4 * MIB, 400 * KIB, 5 * MIB, 400 * KIB), [("alone", (0,)), ("alone", (2,)), ("located", (1, 3))]),
+        ((4 * MIB, 8, 8), [("alone", (0,)), ("window", (1, 2))]),
+        ((8, 4 * MIB), [("alone", (1,)), ("alone", (0,))]),
+        ((4 * MIB - 1, 8), [("located", (0, 1))]),
+    ],
+)
+def test_large_tensors_of_one_host_go_alone(sizes: tuple[int, ...], expected: Any) -> None:
+    assert tasks(context(), [entry(nbytes) for nbytes in sizes]) == expected
+
+
+@pytest.mark.parametrize(
     "around", [{"hosts": 2}, {"medium": Medium.MESSAGE}, {"native": True}], ids=["hosts", "messages", "native"]
 )
 def test_between_hosts_small_tensors_share_a_buffer_and_large_ones_go_alone(around: dict[str, Any]) -> None:

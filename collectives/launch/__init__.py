@@ -7,8 +7,8 @@
     options                      the table of options, settings and keys
     command_line, config_file    parse the options, and the same settings from a YAML file
     rank_environment             the ranks' environment variables for them
-    hosts, allotment             the hosts of a job, as told or as a batch system has allotted them
-    mpirun, command, mpi_ranks   ranks by MPI: find it, build its command line (pure), start and end it
+    hosts                        the hosts of a job, as told or as a batch system has allotted them
+    mpirun                       ranks by MPI: find it, build its command line (pure), start and end it
     agents, ssh, agent           ranks without MPI: start an agent on each host, by ssh; the agent itself
     job                          start, watch and end the ranks of either
     rank                         the process before each rank that forwards its output and its end

@@ -47,7 +47,7 @@ _READ = 64 << 10
 
 def main() -> int:
     """Run the ranks of the task that stdin describes; return the exit code of the first that failed, or 0."""
-    signals, orders = _Signals(), _Orders()
+    signals, orders = Signals(_ENDING), _Orders()
     _say(f"ready {free_port()} {' '.join(os.environ.get('SSH_CONNECTION', '').split()[2:3])}")
     while (line := orders.take()) is None:
         if orders.closed or any(number in _ENDING for number in signals.take()):
@@ -68,7 +68,7 @@ def main() -> int:
     return ranks.code
 
 
-def _watch(ranks: _Ranks, orders: _Orders, signals: _Signals, patience: float) -> None:
+def _watch(ranks: _Ranks, orders: _Orders, signals: Signals, patience: float) -> None:
     """Obey orders until all ranks have ended; ``patience``: seconds of the launcher's silence that end them."""
     heard, spoken = time.monotonic(), 0.0
     while ranks.running:
@@ -126,23 +126,36 @@ class _Orders:
         return line.decode()
 
 
-class _Signals:
-    """Signals to this process, by a file descriptor to wait for."""
+class Signals:
+    """Signals to this process and the ends of its children, by a file descriptor to wait for.
 
-    def __init__(self) -> None:
-        self.source, waker = os.pipe()
-        for end in (self.source, waker):
+    Signals that were ignored at start-up stay ignored: SIGHUP under nohup, SIGINT in a script's background.
+    """
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        self.source, self._waker = os.pipe()
+        for end in (self.source, self._waker):
             os.set_blocking(end, False)
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        for number in (*_ENDING, signal.SIGCHLD):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda number, frame: None)
+        self._waker_before = signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        noted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        # First the descriptor: it alone says which signal has arrived.
+        self._before = {
+            number: signal.signal(number, lambda number, frame: None) for number in (*noted, signal.SIGCHLD)
+        }
 
     def take(self) -> bytes:
         """Return the numbers of the signals that have arrived."""
         with contextlib.suppress(BlockingIOError):
             return os.read(self.source, _READ)
         return b""
+
+    def close(self) -> None:
+        """Handle signals as before."""
+        signal.set_wakeup_fd(self._waker_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self.source)
+        os.close(self._waker)
 
 
 class _Ranks:
@@ -225,8 +238,7 @@ def _say(text: str) -> None:
 
 
 def die_with_parent() -> Callable[[], None]:
-    """Return a function for a child that has just been forked: the kernel sends it SIGTERM when this process dies
-    (Linux)."""
+    """Return a function for a forked child: the kernel sends it SIGTERM when this process dies (Linux)."""
     if sys.platform != "linux":
         return lambda: None
     control = ctypes.CDLL(None).prctl

@@ -20,6 +20,7 @@ from typing import IO
 from collectives.base.config import Config
 from collectives.launch import agent, ssh
 from collectives.launch.agent import ALIVE_EVERY, MARK
+from collectives.launch.job import Ranks
 from collectives.launch.output import Output, listed
 from collectives.launch.records import Record
 
@@ -57,8 +58,8 @@ class HostRanks:
         return f"{listed(self.ranks)} on {self.host or os.uname().nodename}"
 
 
-class Agents:
-    """The ranks of a job without MPI; see `job.Ranks`.
+class Agents(Ranks):
+    """The ranks of a job without MPI.
 
     Args:
         command: the words for ``rank.py``, packed.
@@ -78,7 +79,7 @@ class Agents:
         config: Config,
         remote: ssh.Ssh,
     ) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
+        super().__init__()
         self._agents = [_Agent(place, environment, remote) for place in places]
         self.places, self.command, self.environment = places, list(command), dict(environment)
         self.remote, self._config = remote, config
@@ -87,11 +88,6 @@ class Agents:
         self._failed_at = self._spoken = 0.0
         self._lost: list[Record] = []
         self._close_store: Callable[[], None] = lambda: None
-
-    @property
-    def code(self) -> int:
-        codes = [one.process.returncode for one in self._agents]
-        return next((code if code > 0 else 128 - code for code in codes if code), 0)
 
     def start(self, output: Output) -> None:
         self._output = output
@@ -124,9 +120,6 @@ class Agents:
                 one.process.kill()  # something on that host keeps the connection open
         if not self._failed_at and (self._lost or self._output.records or self._died_at() < float("inf")):
             self._failed_at = now
-
-    def running(self) -> bool:
-        return any(one.process.poll() is None for one in self._agents)
 
     def failures(self) -> list[Record]:
         return self._lost + [record for one in self._agents for record in one.died]

@@ -11,27 +11,30 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError
-from collectives.launch import allotment, config_file, job, rank_environment, report
+from collectives.launch import config_file, job, rank_environment, report
 from collectives.launch import rank as before_rank
 from collectives.launch.agent import free_port
 from collectives.launch.agents import Agents, HostRanks
-from collectives.launch.command import JobSpec, build
 from collectives.launch.command_line import chosen, make_parser, split
-from collectives.launch.hosts import Host, parse_hosts, ranks_of_each, read_hostfile
-from collectives.launch.mpi_ranks import MpiRanks
-from collectives.launch.mpirun import Launcher, Vendor, find, with_tools
-from collectives.launch.options import REACHES
+from collectives.launch.hosts import Host, allotted, parse_hosts, ranks_of_each, read_hostfile
+from collectives.launch.mpirun import Launcher, MpiRanks, Vendor, build, find, with_tools
 from collectives.launch.output import Output
 from collectives.launch.ssh import Ssh, address_for, is_here
 
 _HOROVOD = Path(__file__).parents[1] / "horovod" / "site"
 """The folder from which a rank imports ``horovod``; see `collectives.horovod`."""
+_BY_MPIRUN = "mpirun makes the connections; set it in ~/.ssh/config, or for mpirun by --mpi-args"
+_OF_SSH = {
+    "ssh_port": _BY_MPIRUN,
+    "ssh_identity_file": _BY_MPIRUN,
+    "start_timeout": "mpirun decides how long starting may take; --timeout bounds init()",
+}
+"""Options for starting ranks without MPI, and why they have no effect with it."""
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -76,29 +79,6 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """The job that ``collectivesrun`` runs, from options and configuration file.
-
-    Attributes:
-        launcher: the MPI launcher that starts the ranks; None: this program does, on other hosts by ssh.
-        config: the ranks' settings.
-    """
-
-    ranks: int
-    hosts: Sequence[Host]
-    program: list[str]
-    environment: Mapping[str, str]
-    config: Config
-    launcher: Launcher | None
-    mpi_args: list[str]
-    remote: Ssh
-    output: str
-    tag: bool
-    verbose: bool
-    as_horovod: bool
-
-
 def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     own, program = split(parser, arguments)
     options = parser.parse_args(own)
@@ -137,24 +117,25 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         return 127
     if options.as_horovod:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOROVOD), environment.get("PYTHONPATH")]))
-    launcher, remote = _launcher(options.launcher or file.launcher), _reached(options)
+    launcher = _launcher(options.launcher or file.launcher)
     for message in _without_effect(options, launcher):
         print(f"collectivesrun: {message}", file=sys.stderr)
-    task = _Job(
-        ranks=ranks,
-        hosts=hosts,
-        program=program,
-        environment=environment if launcher else rank_environment.of_no_process(environment),
-        config=config,
-        launcher=launcher,
-        mpi_args=options.mpi_args,
-        remote=remote,
-        output=_folder(options.output_filename),
-        tag=options.tag,
-        verbose=options.verbose or file.verbose,
-        as_horovod=options.as_horovod,
-    )
-    return _start_with_report(task, config.timeline) if config.timeline.lower().endswith(".html") else _start(task)
+    options.verbose = options.verbose or file.verbose
+    options.output_filename = _folder(options.output_filename)
+    trace = None
+    if config.timeline.lower().endswith(".html"):
+        trace = _trace_of_report(config.timeline)
+        environment[Config.__dataclass_fields__["timeline"].metadata["variable"]] = str(trace)
+    if options.verbose:
+        print(f"collectivesrun: {launcher or f'without MPI: {shlex.join(program)}'}", file=sys.stderr, flush=True)
+    if launcher is None:
+        environment = rank_environment.of_no_process(environment)
+        if ranks == 1 and not (hosts or trace or options.output_filename or options.as_horovod):
+            os.execvpe(program[0], program, environment)
+    code = _start(options, launcher, ranks, hosts, program, environment, config)
+    if trace is not None:
+        _write_report(trace, config.timeline)
+    return code
 
 
 def _folder(path: str | None) -> str:
@@ -172,7 +153,7 @@ def _ranks_and_hosts(options: argparse.Namespace) -> tuple[int, Sequence[Host]]:
     hosts = read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts) if options.hosts else ()
     ranks: int | None = options.ranks
     if ranks is None and not hosts:
-        hosts = allotment.hosts(os.environ)
+        hosts = allotted(os.environ)
         if not hosts:
             raise InvalidArgumentError(
                 "-np is missing: expected the number of ranks, such as -np 4 (Slurm, LSF and PBS say nothing here)"
@@ -188,8 +169,8 @@ def _ranks_and_hosts(options: argparse.Namespace) -> tuple[int, Sequence[Host]]:
     return slots if ranks is None else ranks, hosts
 
 
-def _start_with_report(task: _Job, html: str) -> int:
-    """Run with a timeline, and write its report afterwards, also if the job has failed."""
+def _trace_of_report(html: str) -> Path:
+    """Return the path of the trace from which a report is drawn; there is none of an earlier run."""
     trace = Path(f"{html}.json").absolute()
     try:
         trace.unlink(missing_ok=True)
@@ -197,19 +178,19 @@ def _start_with_report(task: _Job, html: str) -> int:
         raise InvalidArgumentError(
             f"--timeline {html}: cannot write the trace {str(trace)!r}: {error.strerror}"
         ) from None
-    variable = Config.__dataclass_fields__["timeline"].metadata["variable"]
-    code = _start(replace(task, environment={**task.environment, variable: str(trace)}), stay=True)
-    if not trace.exists():
-        print(
-            f"collectivesrun: no report in {html!r}: no rank has left a timeline in {str(trace)!r} on this host",
-            file=sys.stderr,
-        )
-        return code
-    try:
-        importlib.import_module("collectives.launch.timeline_report").write(trace, Path(html))
-    except (OSError, ValueError, CollectivesError) as error:
-        print(f"collectivesrun: no report in {html!r}: {error}", file=sys.stderr)
-    return code
+    return trace
+
+
+def _write_report(trace: Path, html: str) -> None:
+    """Write the report of a job, also of one that has failed; what prevents it is printed."""
+    problem = f"no rank has left a timeline in {str(trace)!r} on this host"
+    if trace.exists():
+        try:
+            importlib.import_module("collectives.launch.timeline_report").write(trace, Path(html))
+            return
+        except (OSError, ValueError, CollectivesError) as error:
+            problem = str(error)
+    print(f"collectivesrun: no report in {html!r}: {problem}", file=sys.stderr)
 
 
 def _launcher(name: str) -> Launcher | None:
@@ -231,64 +212,63 @@ def _launcher(name: str) -> Launcher | None:
     return launcher
 
 
-def _reached(options: argparse.Namespace) -> Ssh:
-    """Return how other hosts are reached."""
-    values = {row.flags[-1]: getattr(options, row.flags[-1]) for row in REACHES}
-    return Ssh(values["--ssh-port"], values["--ssh-identity-file"] or "", values["--start-timeout"] or Ssh().timeout)
-
-
 def _without_effect(options: argparse.Namespace, launcher: Launcher | None) -> list[str]:
     """Return messages about options that have no effect with this launcher."""
     if launcher is None:
         return ["--mpi-args has no effect: the ranks are started without MPI"] if options.mpi_args else []
-    rows = [row for row in REACHES if getattr(options, row.flags[-1]) is not None]
-    return [f"{row.flags[-1]} has no effect: {row.why}" for row in rows]
+    return [f"--{name.replace('_', '-')} has no effect: {why}" for name, why in _OF_SSH.items() if vars(options)[name]]
 
 
-def _start(task: _Job, *, stay: bool = False) -> int:
+def _start(
+    options: argparse.Namespace,
+    launcher: Launcher | None,
+    ranks: int,
+    hosts: Sequence[Host],
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    config: Config,
+) -> int:
     """Start the ranks and return their exit code.
 
-    A single rank without MPI replaces this process, unless ``stay`` is set or its output is processed.
+    Args:
+        launcher: the MPI launcher that starts them; None: this program does, on other hosts by ssh.
+        environment: the ranks'.
+        config: the settings in it.
     """
-    ranks, program, launcher = task.ranks, task.program, task.launcher
-    if task.verbose:
-        shown_program = shlex.join(program)
-        print(f"collectivesrun: {launcher or f'without MPI: {shown_program}'}", file=sys.stderr, flush=True)
-    if launcher is None and ranks == 1 and not (task.hosts or stay or task.output or task.as_horovod):
-        os.execvpe(program[0], program, task.environment)
-    shown = Output(ranks, tag=task.tag, verbose=task.verbose)
-    placement = ",".join(str(len(own)) for own in ranks_of_each(ranks, task.hosts)) if task.as_horovod else ""
-    words = before_rank.pack([task.output, str(len(str(ranks - 1))), placement, shown.terminal, *program])
+    remote = Ssh(options.ssh_port, options.ssh_identity_file or "", options.start_timeout or Ssh().timeout)
+    shown = Output(ranks, tag=options.tag, verbose=options.verbose)
+    placement = ",".join(str(len(own)) for own in ranks_of_each(ranks, hosts)) if options.as_horovod else ""
+    words = before_rank.pack([options.output_filename, str(len(str(ranks - 1))), placement, shown.terminal, *program])
     if launcher is None:
-        places = _places(ranks, task.hosts)
-        return job.run(Agents(places, words, task.environment, task.config, task.remote), shown)
-    spec = JobSpec(
-        ranks=ranks,
+        return job.run(Agents(_places(ranks, hosts), words, environment, config, remote), shown)
+    environment = with_tools(launcher.path, environment)
+    if ranks > 1:
+        environment = {**_torchs_address(hosts, config, remote), **environment}
+    command = build(
+        launcher,
+        ranks,
         # -I and -S: the process before each rank needs only the standard library, and starts faster without the rest.
-        program=[sys.executable, "-I", "-S", before_rank.__file__, *words],
-        hosts=task.hosts,
-        machinefile=_machinefile(task.hosts) if launcher.vendor is Vendor.INTEL_MPI else "",
-        mpi_args=task.mpi_args,
+        [sys.executable, "-I", "-S", before_rank.__file__, *words],
+        environment,
+        hosts=hosts,
+        machinefile=_machinefile(hosts) if launcher.vendor is Vendor.INTEL_MPI else "",
+        mpi_args=options.mpi_args,
         root=os.geteuid() == 0,
         cores=cores(),
     )
-    environment = with_tools(launcher.path, task.environment)
-    if ranks > 1:
-        environment = {**_torchs_address(task), **environment}
-    command = build(launcher, spec, environment)
-    if task.verbose:
+    if options.verbose:
         print(f"collectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
     return job.run(MpiRanks(command, environment), shown)
 
 
-def _torchs_address(task: _Job) -> dict[str, str]:
+def _torchs_address(hosts: Sequence[Host], config: Config, remote: Ssh) -> dict[str, str]:
     """Return the variables that say where torch's ranks meet, as ``Agents`` says it to theirs: on rank 0's host."""
-    allotted = allotment.hosts(os.environ)  # where mpirun starts the ranks if it is told no hosts
-    hosts = task.hosts or (allotted if len(allotted) > 1 else ())
-    first, *others = [host.name for host in hosts] or ["localhost"]
+    from_batch_system = allotted(os.environ)  # where mpirun starts the ranks if it is told no hosts
+    places = hosts or (from_batch_system if len(from_batch_system) > 1 else ())
+    first, *others = [host.name for host in places] or ["localhost"]
     if is_here(first):
         try:
-            first = address_for(others, task.config.network_interface, task.remote)
+            first = address_for(others, config.network_interface, remote)
         except InvalidArgumentError:
             first = socket.gethostname()  # MPI may find a way to the others that we do not
     return {"MASTER_ADDR": first.rpartition("@")[2].strip("[]"), "MASTER_PORT": str(free_port())}

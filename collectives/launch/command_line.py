@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 from collectives import __version__
+from collectives.base import config
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch.options import IGNORED, REACHES, REFUSED, SWITCHES, VALUES, parsed
+from collectives.launch.options import IGNORED, REFUSED, SWITCHES, VALUES, nonempty, parsed
 
 _EPILOG = """\
 examples:
@@ -61,6 +62,13 @@ def _type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
+_port = _type(partial(parsed, config.parser(int, "a port, from 1 to 65535", lambda port: 1 <= port <= 65535)))
+_path = _type(partial(parsed, nonempty))
+_seconds = _type(
+    partial(parsed, config.parser(float, "a positive number of seconds", lambda seconds: 0 < seconds < float("inf")))
+)
+
+
 def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     """Return the parser of the launcher's own options; ``program`` is its name in the help."""
     parser = _Parser(
@@ -94,9 +102,10 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     )
     parser.add_argument("--mpi", dest="launcher", action="store_const", const="mpi", help="--launcher mpi")
     parser.add_argument("--gloo", dest="launcher", action="store_const", const="ssh", help="--launcher ssh")
-    for reach in REACHES:
-        convert = _type(partial(parsed, reach.parse))
-        parser.add_argument(*reach.flags, dest=reach.flags[-1], metavar=reach.metavar, help=reach.help, type=convert)
+    parser.add_argument("-p", "--ssh-port", metavar="PORT", type=_port, help="the port of the hosts' ssh servers")
+    parser.add_argument("-i", "--ssh-identity-file", metavar="FILE", type=_path, help="the private key for ssh")
+    start_timeout = parser.add_argument("--start-timeout", metavar="SECONDS", type=_seconds)
+    start_timeout.help = "how long the start of the ranks may take (default: 30)"
     mpi_args = parser.add_argument(
         "--mpi-args", "--binding-args", metavar="ARGS", type=_words, action="extend", default=[]
     )

@@ -1,13 +1,19 @@
-"""Parse the hosts of a job: ``host1:4,host2:4``, or a file with one host per line in Open MPI's or MPICH's syntax."""
+"""The hosts of a job, and how many ranks each takes.
+
+They are told as ``host1:4,host2:4``, or by a file with one host per line in Open MPI's or MPICH's syntax, or a batch
+system has allotted them.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, repeat
 from pathlib import Path
 
+from collectives.base import places
 from collectives.base.errors import InvalidArgumentError
 
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:]+\]|[^\s:,\[\]]+)(?::(?P<slots>[1-9][0-9]*))?")
@@ -70,6 +76,19 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
     return _distinct(hosts, f"--hostfile {path}")
 
 
+def allotted(environment: Mapping[str, str]) -> tuple[Host, ...]:
+    """Return the hosts that Slurm, LSF or PBS has allotted to the job that this process is in, in their order.
+
+    Empty where this process is one of several tasks of the job already, or no batch system says anything.
+    """
+    slots: dict[str, int] = {}
+    with suppress(ValueError, OSError):
+        for host, number in chain(_slurm(environment), _lsf(environment), _pbs(environment)):
+            slots[host] = slots.get(host, 0) + number
+        return tuple(Host(host, number) for host, number in slots.items())
+    return ()
+
+
 def ranks_of_each(ranks: int, hosts: Sequence[Host]) -> list[range]:
     """Return the ranks of each host, which is filled before the next; all on one if none is named."""
     ends = [0, *accumulate(host.slots for host in hosts or (Host("localhost", ranks),))]
@@ -84,3 +103,25 @@ def _distinct(hosts: Sequence[Host], source: str) -> tuple[Host, ...]:
             f"{source}: expected each host once, got {twice!r} {names.count(twice)} times; write {twice}:N"
         )
     return tuple(hosts)
+
+
+def _slurm(said: Mapping[str, str]) -> list[tuple[str, int]]:
+    if said.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        return []
+    names = places.nodes(said.get("SLURM_JOB_NODELIST", ""))
+    counts = [  # of "2(x3),1": 2, 2, 2, 1
+        int(tasks)
+        for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", said.get("SLURM_TASKS_PER_NODE", ""))
+        for _ in range(int(times or 1))
+    ]
+    return list(zip(names, counts or repeat(1), strict=False))
+
+
+def _lsf(said: Mapping[str, str]) -> list[tuple[str, int]]:
+    words = said.get("LSB_MCPU_HOSTS", "").split()
+    return [(host, int(number)) for host, number in zip(words[::2], words[1::2], strict=False)]
+
+
+def _pbs(said: Mapping[str, str]) -> list[tuple[str, int]]:
+    file = said.get("PBS_NODEFILE", "")
+    return [(line.strip(), 1) for line in Path(file).read_text().splitlines() if line.strip()] if file else []

@@ -1,19 +1,38 @@
-"""Find ``mpirun``, and detect its MPI implementation from its version text."""
+"""Ranks by an MPI launcher: find ``mpirun``, build its command line, start and end the ranks.
+
+    Open MPI    mpirun -n 4 --host h1:2,h2:2 -x NAME [--allow-run-as-root] [--oversubscribe] --bind-to none PROGRAM
+    MPICH       mpirun -n 4 -hosts h1:2,h2:2 -genv NAME VALUE PROGRAM
+    Intel MPI   mpirun -n 4 -machinefile FILE -genv NAME VALUE PROGRAM
+
+``srun`` needs no such command: ``srun --mpi=pmix -n 4 python train.py`` (Open MPI), ``srun --mpi=pmi2`` (others).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from collectives.base.errors import InvalidArgumentError
+from collectives.launch.agent import die_with_parent
+from collectives.launch.hosts import Host
+from collectives.launch.job import Ranks
+from collectives.launch.output import Output
 
 _PATIENCE = 30.0
+_AFTER_FAILURE = 6.0
+_CLOCKS_DIFFER = 1.0
+"""Seconds by which a file system's clock may be behind."""
+_OURS = ("COLLECTIVES_", "HOROVOD_", "MASTER_")
+_TO_OTHER_HOSTS = (*_OURS, "CUDA_", "NCCL_", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "PATH", "PYTHON", "VIRTUAL_ENV")
 
 
 class Vendor(Enum):
@@ -50,8 +69,7 @@ def recognise(text: str) -> tuple[Vendor, str] | None:
 
 
 def with_tools(path: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with the folder of an ``mpirun`` at the end of PATH, where Intel MPI's looks for its
-    programs."""
+    """Append the folder of an ``mpirun`` to PATH, where Intel MPI's looks for its programs."""
     folders = [folder for folder in (environment.get("PATH"), os.path.dirname(path)) if folder]
     return {**environment, "PATH": os.pathsep.join(folders)}
 
@@ -90,3 +108,112 @@ def find() -> Launcher | None:
             f"mpirun -np N python ..., or with --launcher ssh"
         )
     return Launcher(path, *implementation)
+
+
+def build(
+    launcher: Launcher,
+    ranks: int,
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    hosts: Sequence[Host] = (),
+    machinefile: str = "",
+    mpi_args: Sequence[str] = (),
+    root: bool = False,
+    cores: int = 1,
+) -> list[str]:
+    """Build the command that starts the ranks; a pure function.
+
+    Args:
+        program: the command of each rank.
+        environment: the launcher's. Variables of collectives are passed to all ranks by every MPI; with several hosts,
+            those of Python, CUDA and NCCL as well (Hydra passes on the whole environment by itself).
+        hosts: where the ranks run; empty: on this host.
+        machinefile: path of a file with one ``host:ranks`` per line; Intel MPI needs it if hosts are given.
+        mpi_args: further arguments for ``mpirun``, passed on unchanged.
+        root: whether the superuser starts them.
+        cores: the number of this host's cores.
+    """
+    options: list[str] = []
+    if launcher.vendor is not Vendor.OPEN_MPI:
+        if hosts and launcher.vendor is Vendor.INTEL_MPI:
+            options += ["-machinefile", machinefile]
+        elif hosts:
+            options += ["-hosts", ",".join(map(str, hosts))]
+        for name in sorted(environment):
+            if name.startswith(_OURS):
+                options += ["-genv", name, environment[name]]
+    else:
+        if root:
+            options += ["--allow-run-as-root"]
+        if hosts:
+            options += ["--host", ",".join(map(str, hosts))]
+        elif ranks > cores:
+            options += ["--oversubscribe"]
+        if not any("bind-to" in argument for argument in mpi_args):
+            # By default Open MPI binds each of two ranks to one core, which all threads of the rank would share.
+            options += ["--bind-to", "none"]
+        for name in sorted(environment):
+            if name.startswith(_TO_OTHER_HOSTS if hosts else _OURS):
+                options += ["-x", name]
+    return [launcher.path, "-n", str(ranks), *options, *mpi_args, *program]
+
+
+class MpiRanks(Ranks):
+    """The ranks of one ``mpirun``.
+
+    MPI launchers do not end reliably: Open MPI's was seen to hang, ignoring SIGTERM, after a rank had died during
+    start-up.
+    """
+
+    ends_within = 1.5
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        super().__init__()
+        self.command, self.environment = list(command), dict(environment)
+        self._began = self._failed_at = 0.0
+
+    def start(self, output: Output) -> None:
+        self._began = time.time() - _CLOCKS_DIFFER
+        process = subprocess.Popen(
+            self.command,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        self.processes.append(process)
+        self._output = output
+        assert process.stdout is not None and process.stderr is not None
+        output.attach(process.stdout.fileno(), process.stderr.fileno())
+
+    def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
+        if self._output.records and not self._failed_at:
+            self._failed_at = time.monotonic()
+
+    def end_at(self) -> float:
+        return self._failed_at + _AFTER_FAILURE if self._failed_at else float("inf")
+
+    def send_signal(self, number: int) -> None:
+        self.processes[0].send_signal(number)
+
+    def end(self) -> None:
+        self._output.say("the MPI launcher goes on although the job has ended; ending it")
+        self.processes[0].terminate()
+
+    def close(self) -> None:
+        for process in self.processes:
+            assert process.stdout is not None and process.stderr is not None
+            process.stdout.close()
+            process.stderr.close()
+            self._remove_session(process.pid)
+
+    def _remove_session(self, pid: int) -> None:
+        """Remove the folder of Open MPI's launcher, which leaves it behind where it is killed."""
+        base = next((self.environment[name] for name in ("TMPDIR", "TEMP", "TMP") if name in self.environment), "/tmp")
+        folder = Path(base, f"ompi.{pid}")
+        with contextlib.suppress(OSError):
+            status = folder.stat()
+            if status.st_uid == os.geteuid() and status.st_mtime >= self._began:  # else another container's
+                shutil.rmtree(folder, ignore_errors=True)

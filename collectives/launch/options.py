@@ -21,7 +21,7 @@ def parsed(parse: Callable[[str], Any], text: str, expected: str | None = None) 
     """
     try:
         return parse(text)
-    except (ValueError, IndexError):
+    except (ValueError, LookupError):
         raise ValueError(f"expected {expected or parse.__doc__}, got {text!r}") from None
 
 
@@ -50,7 +50,7 @@ class Value:
         metadata = Config.__dataclass_fields__[self.setting].metadata
         parse = metadata["sources"][metadata["variable"]]
         text = self.template.format(word)
-        parsed(lambda word: parse(text) if word.strip() else _anything(word), word, self.expected or parse.__doc__)
+        parsed(lambda word: parse(text) if word.strip() else nonempty(word), word, self.expected or parse.__doc__)
         return text
 
 
@@ -108,26 +108,7 @@ class Ignored:
         return {self.variable: str(on) if self.parse else (self.on if on else self.off)}
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """An option about how other hosts are reached, which has an effect without MPI only.
-
-    Attributes:
-        flags, metavar, help: as in `Value`.
-        parse: converts its text; its docstring describes valid ones.
-        why: the reason why it has no effect under MPI.
-    """
-
-    flags: tuple[str, ...]
-    metavar: str
-    help: str
-    parse: Callable[[str], Any]
-    why: str
-
-
-_anything = parser(str, "some text", lambda text: bool(text.strip()))
-_port = parser(int, "a port, from 1 to 65535", lambda port: 1 <= port <= 65535)
-_seconds = parser(float, "a positive number of seconds", lambda seconds: 0 < seconds < float("inf"))
+nonempty = parser(str, "some text", lambda text: bool(text.strip()))
 
 VALUES = (
     Value(
@@ -263,19 +244,6 @@ SWITCHES = (
         help="whether to watch for operations that some ranks have not submitted (default: yes)",
         key="stall_check.enabled",
         tells=("HOROVOD_STALL_CHECK_DISABLE", "0", "1"),
-    ),
-)
-
-_BY_MPIRUN = "mpirun makes the connections; set it in ~/.ssh/config, or for mpirun by --mpi-args"
-REACHES = (
-    Reach(("-p", "--ssh-port"), "PORT", "the port of the hosts' ssh servers", _port, _BY_MPIRUN),
-    Reach(("-i", "--ssh-identity-file"), "FILE", "the private key for ssh", _anything, _BY_MPIRUN),
-    Reach(
-        ("--start-timeout",),
-        "SECONDS",
-        "how long the start of the ranks may take (default: 30)",
-        _seconds,
-        "mpirun decides how long starting may take; --timeout bounds init()",
     ),
 )
 

@@ -28,8 +28,7 @@ _FRAME = re.compile(rb"(.*?)" + MARK + rb"(\d+)([oerx])(.*)", re.DOTALL)
 _TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):", re.MULTILINE)
 _CONSEQUENCE = re.compile(rb"^collectives\.(RankFailedError|CollectiveTimeoutError)\b", re.MULTILINE)
 _PREFIX = re.compile(rb"(?:\w+ \w+ +\d+ [\d:]+ \d+)?(?:\[[^]]*\])+(?:<std\w+>)?:? ?")
-"""Prefixes that launchers can add to each line: ``[1,0]<stderr>: `` (Open MPI), ``[0] `` (MPICH), with or without the
-time."""
+"""What launchers can put before each line: ``[1,0]<stderr>: `` (Open MPI), ``[0] `` (MPICH), perhaps with the time."""
 _CONTROL = re.compile(rb"\x1b\[[0-9;]*m")
 _HOLD = 1.0
 """Seconds for which a traceback or the launcher's messages are withheld, as part of the job's end."""

@@ -191,8 +191,7 @@ def _in_horovods_words(place: dict[str, str], placement: list[int]) -> dict[str,
 
 
 def _in_torchs_words(place: dict[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's variables for this rank's place that the environment lacks, where the launcher has said where
-    torch's ranks meet."""
+    """Return torch's variables that the environment lacks, where the launcher has said where torch's ranks meet."""
     if place.get("SIZE", "1") == "1" or "MASTER_PORT" not in environment:
         return {}
     told = {name: place[word] for name, word in _TORCHS_VARIABLES.items() if word in place}
@@ -201,8 +200,7 @@ def _in_torchs_words(place: dict[str, str], environment: Mapping[str, str]) -> d
 
 
 class _Records:
-    """The destination of the rank's record: a pipe of this process, which descendants open by its path (Linux), else a
-    file."""
+    """The destination of the rank's record: a pipe, which descendants open by its path (Linux), else a file."""
 
     def __init__(self, rank: str) -> None:
         self.source = -1

@@ -86,8 +86,7 @@ def merge_as_horovod(
 
 
 def _settings(chosen: Chosen) -> dict[str, str]:
-    """Return the variables' texts by setting. A switch that is off takes precedence over values, they over one that is
-    on."""
+    """Return texts by setting: a switch that is off precedes values, and they one that is on."""
     off: dict[str, str] = {}
     on: dict[str, str] = {}
     for switch in SWITCHES:

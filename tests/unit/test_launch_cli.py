@@ -18,8 +18,7 @@ from collectives.base.config import ALGORITHMS, Config
 from collectives.base.errors import InvalidArgumentError
 from collectives.launch import cli, command_line, job, mpirun, options, rank_environment, report
 from collectives.launch.agents import Agents, HostRanks
-from collectives.launch.mpi_ranks import MpiRanks
-from collectives.launch.mpirun import Launcher, Vendor
+from collectives.launch.mpirun import Launcher, MpiRanks, Vendor
 from collectives.launch.output import Output
 from collectives.launch.rank import pack, unpack
 from collectives.launch.ssh import Ssh

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.launch.command import JobSpec, build
 from collectives.launch.hosts import Host
-from collectives.launch.mpirun import Launcher, Vendor, recognise
+from collectives.launch.mpirun import Launcher, Vendor, build, recognise
 
 PROGRAM = ["python", "train.py", "--mpi-args", "x y", "--", "-np", "3"]
 HOSTS = (Host("h1", 2), Host("h2", 2))
@@ -20,8 +19,8 @@ ENVIRONMENT = {
 
 
 def command(vendor: Vendor, **options: object) -> list[str]:
-    request = JobSpec(ranks=4, program=PROGRAM, machinefile="/tmp/run/hosts", cores=4, **options)  # type: ignore[arg-type]
-    return build(Launcher("/opt/mpirun", vendor, "5.0"), request, ENVIRONMENT)
+    launcher = Launcher("/opt/mpirun", vendor, "5.0")
+    return build(launcher, 4, PROGRAM, ENVIRONMENT, machinefile="/tmp/run/hosts", cores=4, **options)  # type: ignore[arg-type]
 
 
 def test_open_mpi_on_this_host() -> None:
@@ -41,8 +40,7 @@ def test_open_mpi_on_this_host() -> None:
 
 
 def test_open_mpi_as_root_with_more_ranks_than_cores() -> None:
-    request = JobSpec(ranks=4, program=PROGRAM, root=True, cores=3)
-    assert build(Launcher("mpirun", Vendor.OPEN_MPI, ""), request, {}) == [
+    assert build(Launcher("mpirun", Vendor.OPEN_MPI, ""), 4, PROGRAM, {}, root=True, cores=3) == [
         "mpirun", "-n", "4", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *PROGRAM,
     ]  # fmt: skip
 
@@ -58,8 +56,9 @@ def test_open_mpi_on_several_hosts_forwards_what_ranks_need_there() -> None:
 @pytest.mark.parametrize("hosts", [(), HOSTS], ids=["this host", "other hosts"])
 @pytest.mark.parametrize("vendor", Vendor)
 def test_horovods_settings_reach_the_ranks_too(vendor: Vendor, hosts: tuple[Host, ...]) -> None:
-    request = JobSpec(ranks=4, program=PROGRAM, hosts=hosts, cores=4)
-    built = " ".join(build(Launcher("mpirun", vendor, ""), request, {"HOROVOD_CYCLE_TIME": "2"}))
+    built = " ".join(
+        build(Launcher("mpirun", vendor, ""), 4, PROGRAM, {"HOROVOD_CYCLE_TIME": "2"}, hosts=hosts, cores=4)
+    )
     assert ("-x HOROVOD_CYCLE_TIME" if vendor is Vendor.OPEN_MPI else "-genv HOROVOD_CYCLE_TIME 2") in built
 
 
@@ -103,5 +102,5 @@ def test_whose_mpirun_it_is(text: str, expected: tuple[Vendor, str] | None) -> N
 
 
 def test_a_binding_of_ones_own_is_left_alone() -> None:
-    request = JobSpec(ranks=2, program=PROGRAM, mpi_args=["--bind-to", "core"], cores=4)
-    assert build(Launcher("mpirun", Vendor.OPEN_MPI, ""), request, {}).count("--bind-to") == 1
+    built = build(Launcher("mpirun", Vendor.OPEN_MPI, ""), 2, PROGRAM, {}, mpi_args=["--bind-to", "core"], cores=4)
+    assert built.count("--bind-to") == 1

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 
 from collectives.launch import job
-from collectives.launch.mpi_ranks import MpiRanks
+from collectives.launch.agent import Signals
+from collectives.launch.mpirun import MpiRanks
 from collectives.launch.output import Output
 
 
 def test_signals_that_are_ignored_stay_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with job._noticing():
+        with contextlib.closing(Signals((signal.SIGHUP, signal.SIGTERM))):
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert callable(signal.getsignal(signal.SIGTERM))
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.launch import allotment
+from collectives.launch.hosts import allotted
 
 SLURM = {"SLURM_JOB_NODELIST": "gpu[08-10],login", "SLURM_TASKS_PER_NODE": "4(x3),1"}
 
@@ -26,10 +26,10 @@ SLURM = {"SLURM_JOB_NODELIST": "gpu[08-10],login", "SLURM_TASKS_PER_NODE": "4(x3
     ],
 )
 def test_hosts_and_ranks(environment: dict[str, str], expected: str) -> None:
-    assert " ".join(map(str, allotment.hosts(environment))) == expected
+    assert " ".join(map(str, allotted(environment))) == expected
 
 
 def test_a_file_of_pbs(tmp_path: Path) -> None:
     file = tmp_path / "nodes"
     file.write_text("b\nb\n\na\nb\n")
-    assert " ".join(map(str, allotment.hosts({"PBS_NODEFILE": str(file)}))) == "b:3 a:1"
+    assert " ".join(map(str, allotted({"PBS_NODEFILE": str(file)}))) == "b:3 a:1"

@@ -29,11 +29,11 @@ from collectives.launch.timeline_summary import IDLE, KINDS, Span, Trace
 _MOST_DRAWN = 100_000
 """Maximum spans in the drawing, and as many async spans and marks, for a page of 5 to 10 MB; the tables count all."""
 _MOST_RANKS = 64
+_MOST_WAITING = 32
 _MOST_TRACKS = 8
 _MOST_LEVELS = 4
 _MOST_ROWS = 50
 _NAMED_TENSORS = 12
-_SHOWN_KINDS = ("communicate", "pack", "unpack", "waiting", IDLE)
 _TITLES = {
     "communicate": "communicate",
     "pack": "pack",
@@ -80,45 +80,50 @@ def page(trace: Trace, title: str) -> str:
 
 def _findings(trace: Trace) -> str:
     """Return a summary of two or three sentences."""
-    spent = summary.shares(trace)
     length = trace.end - trace.begin
-    parts = {kind: sum(times[kind] for times in spent.values()) / len(spent) for kind in _SHOWN_KINDS}
+    mean = _mean(summary.shares(trace))
     ranked = ", ".join(
-        f"{_TITLES[kind]} {_percent(parts[kind], length)}"
-        for kind in sorted(parts, key=lambda kind: -parts[kind])
-        if parts[kind]
+        f"{_TITLES[kind]} {_percent(time, length)}"
+        for kind, time in sorted(mean.items(), key=lambda item: -item[1])
+        if time
     )
     lines = [
         f"{_count(len(trace.names), 'rank')}, {_time(length)}, {_count(trace.events, 'event')}.",
         f"Mean over the ranks: {ranked}.",
     ]
-    held_up: dict[int, float] = defaultdict(float)
-    for (_, missing), time in summary.waited_for(trace).items():
-        held_up[missing] += time
-    if held_up:
+    if held_up := _sums(summary.waited_for(trace), 1):
         slowest = max(held_up, key=lambda rank: held_up[rank])
         lines.append(f"The others waited longest for rank {slowest}: {_time(held_up[slowest])}, added up over them.")
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
+def _mean(spent: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    return {kind: sum(times[kind] for times in spent.values()) / len(spent) for kind in _TITLES}
+
+
+def _sums(waited: Mapping[tuple[int, int], float], which: int) -> dict[int, float]:
+    """Add up the waiting times by the waiting rank (0) or the missing one (1)."""
+    sums: dict[int, float] = defaultdict(float)
+    for pair, time in waited.items():
+        sums[pair[which]] += time
+    return sums
+
+
 def _time_table(trace: Trace) -> str:
     spent = summary.shares(trace)
     length = trace.end - trace.begin
-    mean = {kind: sum(times[kind] for times in spent.values()) / len(spent) for kind in _SHOWN_KINDS}
     rows = [[_head(trace.names[rank]), *_shares(spent[rank], length)] for rank in trace.ranks[:_MOST_RANKS]]
     if len(spent) > 1:
-        rows.append([_head(f"mean of {len(spent)} ranks"), *_shares(mean, length)])
+        rows.append([_head(f"mean of {len(spent)} ranks"), *_shares(_mean(spent), length)])
     note = "Idle: the engine had nothing to do, because the program computed. Percentages are of the whole trace."
-    headings = ["rank", "share of the time", *(_TITLES[kind] for kind in _SHOWN_KINDS)]
+    headings = ["rank", "share of the time", *_TITLES.values()]
     return _section("Where the time went", note, headings, rows, len(spent), _MOST_RANKS, "ranks", texts=2)
 
 
 def _shares(times: Mapping[str, float], length: float) -> list[str]:
-    cells = [_number(f"{_time(times[kind])} <small>{_percent(times[kind], length)}</small>") for kind in _SHOWN_KINDS]
+    cells = [_number(f"{_time(times[kind])} <small>{_percent(times[kind], length)}</small>") for kind in _TITLES]
     pieces = "".join(
-        f'<i class="{kind}" style="width:{100 * times[kind] / length:.2f}%"></i>'
-        for kind in _SHOWN_KINDS
-        if kind != IDLE
+        f'<i class="{kind}" style="width:{100 * times[kind] / length:.2f}%"></i>' for kind in _TITLES if kind != IDLE
     )
     return [f"<td class=wide><span class=bar aria-hidden=true>{pieces}</span></td>", *cells]
 
@@ -127,36 +132,25 @@ def _waiting_table(trace: Trace) -> str:
     waited = summary.waited_for(trace)
     if not waited:
         return "<section><h2>Who waited for whom</h2><p>No rank waited for another.</p></section>"
-    of_waiter: dict[int, float] = defaultdict(float)
-    of_missing: dict[int, float] = defaultdict(float)
-    for (waiter, missing), time in waited.items():
-        of_waiter[waiter] += time
-        of_missing[missing] += time
-    rows_of, columns_of = (
-        sorted(heapq.nlargest(32, seconds, key=lambda rank: seconds[rank])) for seconds in (of_waiter, of_missing)
+    of_waiter, of_missing = _sums(waited, 0), _sums(waited, 1)
+    waiters, missing_ranks = (
+        sorted(heapq.nlargest(_MOST_WAITING, sums, key=lambda rank: sums[rank])) for sums in (of_waiter, of_missing)
     )
     most = max(waited.values())
     rows = []
-    for waiter in rows_of:
-        times = [waited.get((waiter, missing), 0.0) for missing in columns_of]
+    for waiter in waiters:
+        times = [waited.get((waiter, missing), 0.0) for missing in missing_ranks]
         cells = [
             _number(_time(time), f"--heat:{100 * time / most:.0f}%") if time else "<td class=number>·</td>"
             for time in times
         ]
         rows.append([_head(f"rank {waiter} waited"), *cells, _number(_time(of_waiter[waiter]))])
-    sums = [_number(_time(of_missing[missing])) for missing in columns_of]
+    sums = [_number(_time(of_missing[missing])) for missing in missing_ranks]
     rows.append([_head("added up"), *sums, _number(_time(sum(waited.values())))])
     note = "A wait for several ranks at once counts for each of them."
-    headings = ["", *(f"for rank {missing}" for missing in columns_of), "added up"]
-    return _section(
-        "Who waited for whom",
-        note,
-        headings,
-        rows,
-        max(len(of_waiter), len(of_missing)),
-        32,
-        "ranks, those with the longest waits",
-    )
+    headings = ["", *(f"for rank {missing}" for missing in missing_ranks), "added up"]
+    total, what = max(len(of_waiter), len(of_missing)), "ranks, those with the longest waits"
+    return _section("Who waited for whom", note, headings, rows, total, _MOST_WAITING, what)
 
 
 def _fusion_table(trace: Trace) -> str:
@@ -227,11 +221,12 @@ def _section(
 def _drawing(trace: Trace) -> tuple[dict[str, Any], list[str]]:
     """Return the data of the drawing, and what it leaves out of the trace."""
     ranks = trace.ranks[:_MOST_RANKS]
-    left_out = (
-        [f"Drawn: the first {_MOST_RANKS} of {len(trace.names):,} ranks."] if len(trace.names) > _MOST_RANKS else []
-    )
+    left_out = []
+    if len(trace.names) > _MOST_RANKS:
+        left_out.append(f"Drawn: the first {_MOST_RANKS} of {len(trace.names):,} ranks.")
     shown = set(ranks)
-    names, details = _Texts(), _Texts()
+    names: dict[str, int] = {}  # distinct texts with their numbers: thousands of spans have the same few
+    details: dict[str, int] = {}
     lanes = []
     for what, spans in (("spans", trace.spans), ("waiting times", trace.async_spans)):
         drawn = [span for span in spans if span.rank in shown]
@@ -261,8 +256,8 @@ def _drawing(trace: Trace) -> tuple[dict[str, Any], list[str]]:
         "ranks": [{"rank": rank, "name": trace.names[rank]} for rank in ranks],
         "lanes": lanes,
         "marks": marks,
-        "names": names.texts,
-        "details": details.texts,
+        "names": list(names),
+        "details": list(details),
     }
     return drawing, left_out
 
@@ -282,9 +277,15 @@ def _by_track(spans: Iterable[Span], left_out: list[str]) -> list[tuple[tuple[in
 
 
 def _lane(
-    trace: Trace, key: tuple[int, str], spans: Sequence[Span], names: _Texts, details: _Texts, *, area: bool
+    trace: Trace,
+    key: tuple[int, str],
+    spans: Sequence[Span],
+    names: dict[str, int],
+    details: dict[str, int],
+    *,
+    area: bool,
 ) -> dict[str, Any]:
-    """Return one track of one rank by columns; overlapping spans are on several levels."""
+    """Return one track of one rank by columns; overlapping spans are on several levels. Further texts get numbers."""
     levels, free = [], [float("-inf")] * _MOST_LEVELS
     for span in spans:
         level = next((level for level, end in enumerate(free) if end <= span.begin), _MOST_LEVELS - 1)
@@ -299,23 +300,9 @@ def _lane(
         "length": [round(span.end - span.begin, 3) for span in spans],
         "level": [] if area else levels,
         "kind": [] if area else [KINDS.index(span.kind) if span.kind else len(KINDS) for span in spans],
-        "name": [names.index(span.name) for span in spans],
-        "detail": [details.index(_detail(span.args)) for span in spans],
+        "name": [names.setdefault(span.name, len(names)) for span in spans],
+        "detail": [details.setdefault(_detail(span.args), len(details)) for span in spans],
     }
-
-
-class _Texts:
-    """Numbered distinct texts: thousands of spans have the same few names."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    @property
-    def texts(self) -> list[str]:
-        return list(self._numbers)
-
-    def index(self, text: str) -> int:
-        return self._numbers.setdefault(text, len(self._numbers))
 
 
 def _detail(args: Mapping[str, Any]) -> str:
@@ -350,11 +337,8 @@ def _number(html: str, style: str = "") -> str:
 def _time(microseconds: float) -> str:
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if microseconds >= size:
-            return (
-                f"{microseconds / size:.3g} {unit}"
-                if microseconds < 1e3 * size
-                else f"{microseconds / size:,.0f} {unit}"
-            )
+            digits = ".3g" if microseconds < 1e3 * size else ",.0f"
+            return f"{microseconds / size:{digits}} {unit}"
     return f"{microseconds:.3g} µs" if microseconds else "0"
 
 

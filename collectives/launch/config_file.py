@@ -17,17 +17,15 @@ instead of values, because nodes have line numbers and the text that the table o
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from collectives.base.config import parse_bool
 from collectives.base.errors import InvalidArgumentError, MissingDependencyError
-from collectives.launch.options import IGNORED, SWITCHES, VALUES
+from collectives.launch.options import IGNORED, SWITCHES, VALUES, parsed
 
-_T = TypeVar("_T")
 _VALUES = {value.key: value for value in VALUES if value.key}
 _SWITCHES = {switch.key: switch for switch in SWITCHES}
 _IGNORED = {key: row for row in IGNORED for key in row.keys}
@@ -36,10 +34,12 @@ _TOP = tuple(dict.fromkeys(key.partition(".")[0] for key in _KNOWN))
 _SECTIONS = {
     name: [key.partition(".")[2] for key in _KNOWN if key.startswith(f"{name}.")] for name in _TOP if name not in _KNOWN
 }
+_THERE_ARE = f"there are {', '.join(_TOP)}"
+_LAUNCHERS = {"mpi": "mpi", "gloo": "ssh"}
 _NULL = "tag:yaml.org,2002:null"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ConfigFile:
     """The contents of a configuration file.
 
@@ -66,36 +66,22 @@ def read(path: str) -> ConfigFile:
         MissingDependencyError: PyYAML is not installed.
     """
     settings = ConfigFile()
-    verbose, launcher = False, ""
     for place, key, text in _entries(path, settings.ignored):
-        if key in _VALUES:
-            settings.chosen[_VALUES[key].flags[0]] = _understood(place, _VALUES[key].text, text)
-        elif key in _SWITCHES:
-            settings.chosen[_SWITCHES[key].flags[0]] = _bool(place, text)
-        elif key == "verbose":
-            verbose = _bool(place, text)
-        elif key in _IGNORED:
-            settings.variables.update(_understood(place, partial(_IGNORED[key].variables, key), text))
-            settings.ignored.append(f"{place} has no effect: {_IGNORED[key].why}")
-        elif text.lower() not in ("mpi", "gloo"):
-            raise InvalidArgumentError(f"{place}: expected mpi or gloo, got {text!r}")
-        else:
-            launcher = "mpi" if text.lower() == "mpi" else "ssh"
-    return replace(settings, verbose=verbose, launcher=launcher)
-
-
-def _understood(place: str, parse: Callable[[str], _T], text: str) -> _T:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise InvalidArgumentError(f"{place}: {error}") from None
-
-
-def _bool(place: str, text: str) -> bool:
-    try:
-        return parse_bool(text)
-    except ValueError:
-        raise InvalidArgumentError(f"{place}: expected true or false, got {text!r}") from None
+        try:
+            if key in _VALUES:
+                settings.chosen[_VALUES[key].flags[0]] = _VALUES[key].text(text)
+            elif key in _SWITCHES:
+                settings.chosen[_SWITCHES[key].flags[0]] = parsed(parse_bool, text, "true or false")
+            elif key == "verbose":
+                settings.verbose = parsed(parse_bool, text, "true or false")
+            elif key == "controller":
+                settings.launcher = parsed(lambda word: _LAUNCHERS[word.lower()], text, "mpi or gloo")
+            else:
+                settings.variables.update(_IGNORED[key].variables(key, text))
+                settings.ignored.append(f"{place} has no effect: {_IGNORED[key].why}")
+        except ValueError as error:
+            raise InvalidArgumentError(f"{place}: {error}") from None
+    return settings
 
 
 def _entries(path: str, unknown: list[str]) -> Iterator[tuple[str, str, str]]:
@@ -111,21 +97,16 @@ def _entries(path: str, unknown: list[str]) -> Iterator[tuple[str, str, str]]:
     seen: set[str] = set()
     for line, key, node in _leaves(root, yaml.MappingNode):
         place = f"{path}:{line}: {key}"
+        section = key.partition(".")[0]
         if key in seen:
             raise InvalidArgumentError(f"{place}: is there twice")
         seen.add(key)
-        if key in _SECTIONS:
-            if node.tag != _NULL:
-                raise InvalidArgumentError(
-                    f"{place}: expected a section with {', '.join(_SECTIONS[key])}, got {_shown(node)}"
-                )
-        elif key not in _KNOWN:
-            section = key.partition(".")[0]
-            expected = (
-                f"{section} has {', '.join(_SECTIONS[section])}"
-                if section in _SECTIONS
-                else f"there are {', '.join(_TOP)}"
+        if key in _SECTIONS and node.tag != _NULL:
+            raise InvalidArgumentError(
+                f"{place}: expected a section with {', '.join(_SECTIONS[key])}, got {_shown(node)}"
             )
+        if key not in _KNOWN and key not in _SECTIONS:
+            expected = f"{section} has {', '.join(_SECTIONS[section])}" if section in _SECTIONS else _THERE_ARE
             unknown.append(f"{place} has no effect: unknown key; {expected}")
         elif not isinstance(node, yaml.ScalarNode):
             raise InvalidArgumentError(f"{place}: expected a single value, got {_shown(node)}")
@@ -144,17 +125,14 @@ def _root(yaml: Any, path: str) -> Any:
         raise InvalidArgumentError(f"--config-file: {path!r} is no YAML: {' '.join(str(error).split())}") from None
 
 
-def _leaves(root: Any, mapping: type) -> Iterator[tuple[int, str, Any]]:
+def _leaves(node: Any, mapping: type, prefix: str = "") -> Iterator[tuple[int, str, Any]]:
     """Yield line, key and node of each entry; the key is ``section.key`` within a section."""
-    for line, name, node in _pairs(root):
-        if isinstance(node, mapping):
-            yield from ((line, f"{name}.{key}", value) for line, key, value in _pairs(node))
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        if isinstance(value, mapping) and not prefix:
+            yield from _leaves(value, mapping, f"{name}.")
         else:
-            yield line, name, node
-
-
-def _pairs(node: Any) -> list[tuple[int, str, Any]]:
-    return [(key.start_mark.line + 1, str(key.value), value) for key, value in node.value]
+            yield key.start_mark.line + 1, name, value
 
 
 def _shown(node: Any) -> str:

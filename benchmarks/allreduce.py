@@ -6,8 +6,6 @@ rank at once, since every input byte must be read once and every result byte wri
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 import collectives
@@ -20,8 +18,7 @@ from benchmarks.collective import (
     Forced,
     Result,
     Unavailable,
-    share_of_peers,
-    whole,
+    fills,
 )
 from benchmarks.peers import Cupyx, Mpi, Torch
 from benchmarks.prototype import Prototype
@@ -30,81 +27,52 @@ from benchmarks.sockets import Sockets
 from benchmarks.values import Values
 
 
-def wrong(case: Case, values: Values, result: np.ndarray) -> int:
-    return values.wrong_reduced(result)
+class Allreduce(Collective):
+    name = "allreduce"
+    reduces = True
+    modes = (OUT_OF_PLACE, IN_PLACE)
+    limit_text = "S bytes on every rank at once"
+
+    def factor(self, ranks: int) -> float:
+        return 2 * (ranks - 1) / ranks
+
+    def limit(self, nbytes: int, ranks: int) -> int:
+        return nbytes
+
+    def wrong(self, case: Case, values: Values, result: np.ndarray) -> int:
+        return values.wrong_reduced(result)
+
+    def ours(self, forced: Forced, case: Case, mode: str) -> Result:
+        op = getattr(collectives, OPERATIONS[case.op])
+        if mode == IN_PLACE:
+            return lambda: collectives.allreduce_(case.work, op=op, **forced)
+        return lambda: collectives.allreduce(case.send, op=op, **forced)
+
+    def persistent(self, case: Case, mode: str) -> Result:
+        op = getattr(collectives, OPERATIONS[case.op])
+        if mode == IN_PLACE:
+            return collectives.allreduce_init(case.work, op=op)
+        return collectives.allreduce_init(case.send, op=op, out=case.work)
+
+    def mpi(self, peer: Mpi, case: Case, mode: str) -> Result:
+        source = peer.in_place if mode == IN_PLACE else case.send
+        return peer.averaged(case, fills(case.work, peer.comm.Allreduce, source, case.work, peer.operation(case)))
+
+    def torch(self, peer: Torch, case: Case, mode: str) -> Result:
+        if mode == OUT_OF_PLACE:
+            raise Unavailable(f"{peer.name}: all_reduce works in place only")
+        op, tensor = peer.operation(case), peer.tensor(case.work)
+        return peer.averaged(case, tensor, fills(case.work, peer.distributed.all_reduce, tensor, op))
+
+    def cupyx(self, peer: Cupyx, case: Case, mode: str) -> Result:
+        op, source = peer.operation(case), case.work if mode == IN_PLACE else case.send
+        return fills(case.work, peer.backend.all_reduce, source, case.work, op)
+
+    def by_itself(self, peer: Prototype | Sockets, case: Case, mode: str) -> Result:
+        return peer.allreduce(case, mode)
 
 
-def ours(forced: Forced, case: Case, mode: str) -> Result:
-    op = getattr(collectives, OPERATIONS[case.op])
-    if mode == IN_PLACE:
-        return lambda: collectives.allreduce_(case.work, op=op, **forced)
-    return lambda: collectives.allreduce(case.send, op=op, **forced)
-
-
-def persistent(case: Case, mode: str) -> Result:
-    op = getattr(collectives, OPERATIONS[case.op])
-    if mode == IN_PLACE:
-        return collectives.allreduce_init(case.work, op=op)
-    return collectives.allreduce_init(case.send, op=op, out=case.work)
-
-
-def mpi(peer: Mpi, case: Case, mode: str) -> Result:
-    op, work = peer.operation(case), case.work
-    source = peer.in_place if mode == IN_PLACE else case.send
-
-    def call() -> Any:
-        peer.comm.Allreduce(source, work, op)
-        return work
-
-    return peer.averaged(case, call)
-
-
-def torch(peer: Torch, case: Case, mode: str) -> Result:
-    if mode == OUT_OF_PLACE:
-        raise Unavailable(f"{peer.name}: all_reduce works in place only")
-    op, tensor = peer.operation(case), peer.tensor(case.work)
-
-    def call() -> Any:
-        peer.distributed.all_reduce(tensor, op)
-        return case.work
-
-    return peer.averaged(case, tensor, call)
-
-
-def cupyx(peer: Cupyx, case: Case, mode: str) -> Result:
-    op, work = peer.operation(case), case.work
-    source = work if mode == IN_PLACE else case.send
-
-    def call() -> Any:
-        peer.backend.all_reduce(source, work, op)
-        return work
-
-    return call
-
-
-def by_itself(peer: Prototype | Sockets, case: Case, mode: str) -> Result:
-    return peer.allreduce(case, mode)
-
-
-ALLREDUCE = Collective(
-    name="allreduce",
-    reduces=True,
-    rooted=False,
-    modes=(OUT_OF_PLACE, IN_PLACE),
-    send_parts=whole,
-    receive_parts=whole,
-    factor=lambda ranks: 2 * share_of_peers(ranks),
-    limit=lambda nbytes, ranks: nbytes,
-    limit_text="S bytes on every rank at once",
-    wrong=wrong,
-    ours=ours,
-    persistent=persistent,
-    mpi=mpi,
-    torch=torch,
-    cupyx=cupyx,
-    prototype=by_itself,
-    sockets=by_itself,
-)
+ALLREDUCE = Allreduce()
 
 if __name__ == "__main__":
     main(ALLREDUCE)

@@ -55,6 +55,19 @@ class Parser(argparse.ArgumentParser):
         self._print_message(f"{self.prog}: error: {message}; --help shows the flags\n", sys.stderr)
         sys.exit(0 if self.rank else 2)
 
+    def add_count(self, *names: str, default: int, help: str, least: int = 1) -> None:
+        """A flag with a whole number of at least ``least``."""
+        self.add_argument(*names, type=whole_number(least), default=default, metavar="N", help=help)
+
+    def add_names(self, flag: str, kind: str, allowed: Sequence[str], default: str | Sequence[str], help: str) -> None:
+        """A flag with names out of ``allowed``, comma-separated."""
+        self.add_argument(flag, type=names(kind, allowed), default=default, metavar="LIST", help=help)
+
+    def add_json(self) -> None:
+        """``--json FILE``."""
+        text = "write everything measured to FILE"
+        self.add_argument("-J", "--json", type=Path, metavar="FILE", help=text)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -63,15 +76,15 @@ class Settings:
     sizes: tuple[int, ...]
     iterations: int
     warmup: int
-    dtypes: tuple[str, ...]
-    ops: tuple[str, ...]
-    root: int
-    check: bool
-    peers: tuple[str, ...]
-    algorithms: tuple[str, ...]
-    transports: tuple[str, ...]
-    json: Path | None
-    plot: Path | None
+    dtypes: tuple[str, ...] = ("float32",)
+    ops: tuple[str, ...] = ("sum",)
+    root: int = -1
+    check: bool = True
+    peers: tuple[str, ...] = ()
+    algorithms: tuple[str, ...] = ()
+    transports: tuple[str, ...] = ()
+    json: Path | None = None
+    plot: Path | None = None
     evict: int = 0
     """Bytes that each rank writes before each call, untimed."""
     device: str = "cpu"
@@ -145,8 +158,7 @@ def find_dtype(name: str) -> np.dtype:
 
 
 def sweep(smallest: int, largest: int, factor: float, step: int) -> tuple[int, ...]:
-    """The sizes of a run: from ``smallest`` to ``largest``, times ``factor`` if that is above 1, otherwise ``step``
-    further."""
+    """The sizes from ``smallest`` to ``largest``: times ``factor`` if that is above 1, otherwise ``step`` further."""
     sizes = [smallest]
     while (following := max(sizes[-1] + 1, int(sizes[-1] * factor)) if factor > 1 else sizes[-1] + step) <= largest:
         sizes.append(following)
@@ -160,7 +172,7 @@ def parser(collective: str, reduces: bool, rooted: bool) -> Parser:
     )
     flags.add_argument("-b", "--minbytes", type=size, default="32M", metavar="SIZE", help="smallest size")
     flags.add_argument(
-        "-e", "--maxbytes", type=size, default=None, metavar="SIZE", help="largest size (default: the smallest, or 32M)"
+        "-e", "--maxbytes", type=size, metavar="SIZE", help="largest size (default: the smallest, or 32M)"
     )
     flags.add_argument(
         "-f", "--stepfactor", type=float, default=1.0, metavar="FACTOR", help="next size = size * FACTOR, if above 1"
@@ -173,10 +185,8 @@ def parser(collective: str, reduces: bool, rooted: bool) -> Parser:
         metavar="SIZE",
         help="next size = size + SIZE, if there is no factor",
     )
-    flags.add_argument("-n", "--iters", type=whole_number(1), default=20, metavar="N", help="timed calls per row")
-    flags.add_argument(
-        "-w", "--warmup_iters", type=whole_number(0), default=5, metavar="N", help="untimed calls before them"
-    )
+    flags.add_count("-n", "--iters", default=20, help="timed calls per row")
+    flags.add_count("-w", "--warmup_iters", default=5, help="untimed calls before them", least=0)
     kinds = ", ".join(NCCL_TYPES) + ", all, or NumPy's names"
     flags.add_argument("-d", "--datatype", type=dtype_names, default="float", metavar="TYPE", help=kinds)
     if reduces:
@@ -202,12 +212,8 @@ def parser(collective: str, reduces: bool, rooted: bool) -> Parser:
         help="bytes that each rank writes before each call: cold caches",
     )
     add_contestants(flags)
-    flags.add_argument(
-        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
-    )
-    flags.add_argument(
-        "--plot", type=Path, default=None, metavar="FILE", help="write the bandwidth curves, as PNG and as SVG"
-    )
+    flags.add_json()
+    flags.add_argument("--plot", type=Path, metavar="FILE", help="write the bandwidth curves, as PNG and as SVG")
     return flags
 
 
@@ -216,16 +222,14 @@ def add_device(flags: Parser, peers: Mapping[str, Sequence[str]]) -> None:
     every = [name for group in peers.values() for name in group]
     told = "; ".join(f"{device}: {', '.join(group)}" for device, group in peers.items())
     flags.add_argument("--device", choices=DEVICES, default="cpu", help="where the buffers lie")
-    flags.add_argument(
+    flags.add_names(
         "--memory",
-        type=names("memory", MEMORIES),
+        "memory",
+        MEMORIES,
         default="private",
-        metavar="LIST",
         help="kinds of the host's memory that our tensors lie in: private, mapped (collectives.empty), or both",
     )
-    flags.add_argument(
-        "--peers", type=names("peer", every), default=(), metavar="LIST", help=f"also time these ({told})"
-    )
+    flags.add_names("--peers", "peer", every, default=(), help=f"also time these ({told})")
     flags.add_argument("--persistent", action="store_true", help="also time our persistent operations")
     flags.set_defaults(peers_of=peers)
 
@@ -233,19 +237,11 @@ def add_device(flags: Parser, peers: Mapping[str, Sequence[str]]) -> None:
 def add_contestants(flags: Parser) -> None:
     """Who takes part besides ours: peers, and ours with algorithms and transports forced."""
     add_device(flags, PEERS)
-    flags.add_argument(
-        "--algorithm",
-        type=names("algorithm", ALGORITHMS),
-        default=(),
-        metavar="LIST",
-        help="also time ours with: " + ", ".join(ALGORITHMS),
+    flags.add_names(
+        "--algorithm", "algorithm", ALGORITHMS, default=(), help="also time ours with: " + ", ".join(ALGORITHMS)
     )
-    flags.add_argument(
-        "--transport",
-        type=names("transport", TRANSPORTS),
-        default=(),
-        metavar="LIST",
-        help="also time ours over: " + ", ".join(TRANSPORTS),
+    flags.add_names(
+        "--transport", "transport", TRANSPORTS, default=(), help="also time ours over: " + ", ".join(TRANSPORTS)
     )
 
 

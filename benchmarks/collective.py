@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.device import HOST, Memory
 from benchmarks.values import Values
 
 OUT_OF_PLACE, IN_PLACE = "out-of-place", "in-place"
@@ -47,8 +48,7 @@ Forced = dict[str, Any]
 """``algorithm=`` and ``transport=``, as far as they are forced."""
 
 Result = Callable[[], Any]
-"""A call that is ready to be timed; returns the array that holds this rank's result, which a GPU may still be
-writing."""
+"""A call that is ready to be timed; returns this rank's result, which a GPU may still be writing."""
 
 
 def fills(work: Any, call: Callable[..., Any], *arguments: Any) -> Result:
@@ -61,47 +61,37 @@ def fills(work: Any, call: Callable[..., Any], *arguments: Any) -> Result:
     return run
 
 
-def unavailable(text: str) -> Callable[..., Result]:
-    """A contestant that can do no row of a collective, for the reason that ``text`` says."""
-
-    def refuse(*_: Any) -> Result:
-        raise Unavailable(text)
-
-    return refuse
-
-
-def _allreduce_only(peer: Any, case: Case, mode: str) -> Result:
-    raise Unavailable(f"{peer.name}: all-reduce only")
-
-
-@dataclass(frozen=True)
 class Collective:
-    """The definitions of one collective. Sizes follow nccl-tests: S is the larger of a rank's two buffers, in bytes."""
+    """The definitions of one collective, and how each contestant calls it.
+
+    Sizes follow nccl-tests: S is the larger of a rank's two buffers, in bytes. Unless a collective says otherwise, a
+    rank's input and result are each one block, and (n-1)/n of S does not stay where it is.
+
+    Attributes:
+        modes: out of place, in place, or both.
+        limit_text: what every rank copies in the memory floor, in words.
+    """
 
     name: str
-    reduces: bool
-    rooted: bool
-    modes: tuple[str, ...]
-    send_parts: Callable[[int], int]
-    """Of how many blocks of ``count`` elements a rank's input consists, given the number of ranks."""
-    receive_parts: Callable[[int], int]
-    """The same of its result."""
-    factor: Callable[[int], float]
-    """busbw / algbw, given the number of ranks."""
-    limit: Callable[[int, int], int]
-    """Bytes that every rank copies in the memory floor, given (S, ranks)."""
-    limit_text: str
-    wrong: Callable[[Case, Values, np.ndarray], int]
-    """How many elements of a result are wrong."""
-    ours: Callable[[Forced, Case, str], Result]
-    persistent: Callable[[Case, str], Result]
-    """Our persistent operation; the result starts it and waits."""
-    mpi: Callable[[Any, Case, str], Result]
-    torch: Callable[[Any, Case, str], Result]
-    """torch.distributed's call, over gloo or NCCL."""
-    cupyx: Callable[[Any, Case, str], Result]
-    prototype: Callable[[Any, Case, str], Result] = _allreduce_only
-    sockets: Callable[[Any, Case, str], Result] = _allreduce_only
+    reduces = rooted = False
+    modes: tuple[str, ...] = (OUT_OF_PLACE,)
+    limit_text = "S(n-1)/n bytes on every rank at once"
+
+    def send_parts(self, ranks: int) -> int:
+        """Of how many blocks of ``count`` elements a rank's input consists."""
+        return 1
+
+    def receive_parts(self, ranks: int) -> int:
+        """The same of its result."""
+        return 1
+
+    def factor(self, ranks: int) -> float:
+        """busbw / algbw."""
+        return (ranks - 1) / ranks
+
+    def limit(self, nbytes: int, ranks: int) -> int:
+        """Bytes that every rank copies in the memory floor, given S."""
+        return nbytes * (ranks - 1) // ranks
 
     def count(self, nbytes: int, itemsize: int, ranks: int) -> int:
         """nccl-tests' count for a size in bytes: whole elements, the same for every rank, at least one."""
@@ -111,22 +101,48 @@ class Collective:
         """Of how many blocks of ``count`` elements the larger of the two buffers consists."""
         return max(self.send_parts(ranks), self.receive_parts(ranks))
 
+    def wrong(self, case: Case, values: Values, result: np.ndarray) -> int:
+        """How many elements of a result are wrong."""
+        raise NotImplementedError
 
-def whole(ranks: int) -> int:
-    """A buffer of one block, whatever the number of ranks."""
-    return 1
+    def ours(self, forced: Forced, case: Case, mode: str) -> Result:
+        raise NotImplementedError
+
+    def persistent(self, case: Case, mode: str) -> Result:
+        """Our persistent operation; the result starts it and waits."""
+        raise NotImplementedError
+
+    def mpi(self, peer: Any, case: Case, mode: str) -> Result:
+        raise NotImplementedError
+
+    def torch(self, peer: Any, case: Case, mode: str) -> Result:
+        """torch.distributed's call, over gloo or NCCL."""
+        raise NotImplementedError
+
+    def cupyx(self, peer: Any, case: Case, mode: str) -> Result:
+        raise NotImplementedError
+
+    def by_itself(self, peer: Any, case: Case, mode: str) -> Result:
+        """The call of a peer that is a program of its own: the prototype, plain sockets."""
+        raise Unavailable(f"{peer.name}: all-reduce only")
 
 
-def per_rank(ranks: int) -> int:
-    """A buffer with one block for every rank."""
-    return ranks
+FLOOR = "memcpy"
+"""The memory floor: the contestant whose time is the least that any implementation could take on this machine.
+
+A collective that only moved bytes would still have to read each one once and write it once. So the limit is one
+``memcpy`` between two private arrays, on every rank at once; how many bytes of S is stated by each collective.
+"""
 
 
-def share_of_peers(ranks: int) -> float:
-    """(n-1)/n: the part that does not stay where it is."""
-    return (ranks - 1) / ranks
+def floor(source: Any, target: Any, nbytes: int, memory: Memory = HOST) -> Result:
+    """A call that copies ``nbytes`` between two 1-D arrays; unavailable where there are none, as for one rank."""
+    if nbytes <= 0:
+        raise Unavailable("memcpy: a single rank receives nothing, so there is no limit")
+    origin, destination = source.view(np.uint8)[:nbytes], target.view(np.uint8)[:nbytes]
 
+    def call() -> Any:
+        memory.copy(destination, origin)
+        return destination
 
-def bytes_of_peers(nbytes: int, ranks: int) -> int:
-    """S (n-1)/n, in bytes."""
-    return nbytes * (ranks - 1) // ranks
+    return call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import product
 from types import MappingProxyType
@@ -11,20 +11,19 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cli import Settings
-from benchmarks.collective import Case, Collective, Result, Unavailable
+from benchmarks.collective import FLOOR, IN_PLACE, Case, Collective, Result, Unavailable, floor
 from benchmarks.device import HOST, Memory
-from benchmarks.floor import NAME as FLOOR
-from benchmarks.floor import floor
-from benchmarks.measure import Summary, alternate
+from benchmarks.measure import OURS, Record, Summary, alternate
 from benchmarks.peers import NATIVE, Peer
 from benchmarks.ranks import Ranks
-from benchmarks.record import OURS, Record
 from benchmarks.values import Values
 
 Prepare = Callable[[Case, str], Result]
 """(row, mode) -> a call that is ready to be timed; may raise Unavailable."""
 
 Peers = dict[str, Peer]
+
+Batch = Callable[[], None]
 
 
 class Contest:
@@ -129,6 +128,23 @@ class Contest:
             )
         return records
 
+    def batches(self, names: Iterable[str], case: Case, calls: int) -> tuple[dict[str, Batch], dict[str, str]]:
+        """Return ``calls`` in-place calls by each contestant, of a tensor of zeros, and why others cannot take part."""
+        batches: dict[str, Batch] = {}
+        reasons: dict[str, str] = {}
+        for name in names:
+            outcome = self.attempt(name, case, IN_PLACE)
+            if isinstance(outcome, str):
+                reasons[name] = outcome
+            elif outcome[1]:
+                reasons[name] = f"{name}: {outcome[1]} wrong values at {case.nbytes} bytes"
+            else:
+                batches[name] = _batch(self.memory.finished(outcome[0]), calls)
+        for name in batches:
+            # Sums of zeros stay what they are.
+            self.case(case.dtype, case.op, case.count, name).work.fill(0)
+        return batches, reasons
+
     def attempt(self, name: str, case: Case, mode: str) -> tuple[Result, int | None] | str:
         """Prepare a contestant and call it once with fresh values.
 
@@ -158,3 +174,11 @@ class Contest:
         if not self.settings.check or name == FLOOR:
             return call, None
         return call, self.ranks.total(self.collective.wrong(case, values, self.memory.read(result.reshape(-1))))
+
+
+def _batch(call: Result, calls: int) -> Batch:
+    def batch() -> None:
+        for _ in range(calls):
+            call()
+
+    return batch

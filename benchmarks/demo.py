@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cli import Parser, whole_number
+from benchmarks.cli import Parser
 
 ROOT = Path(__file__).resolve().parent.parent
 _TOLERANCE = 1e-4
@@ -28,7 +28,7 @@ def main() -> None:
     flags = Parser(
         prog="benchmarks.demo", description="A bandwidth table and a data-parallel training, on this machine."
     )
-    flags.add_argument("-np", "--ranks", type=whole_number(1), default=2, metavar="N", help="ranks")
+    flags.add_count("-np", "--ranks", default=2, help="ranks")
     flags.add_argument("--output", type=Path, default=ROOT / "demo-output", metavar="FOLDER", help="where the files go")
     options = flags.parse_args()
     output: Path = options.output.resolve()

@@ -11,12 +11,11 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 import collectives
-from benchmarks import room
 
 DEVICES = ("cpu", "cuda")
 MEMORIES = ("private", "mapped")
@@ -25,63 +24,41 @@ MEMORIES = ("private", "mapped")
 Call = Callable[[], Any]
 
 
-class Memory(Protocol):
-    """Arrays of one kind of memory: NumPy's or CuPy's."""
-
-    name: str
-
-    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
-        """A new array."""
-
-    def fill(self, array: Any, write: Callable[[np.ndarray], object]) -> None:
-        """Give a 1-D array the values that ``write`` writes into a NumPy array of its size and dtype."""
-
-    def read(self, array: Any) -> np.ndarray:
-        """The values of a 1-D array, as a NumPy array."""
-
-    def copy(self, target: Any, source: Any) -> None:
-        """One plain copy between two 1-D arrays of bytes, as quick as the device can; not waited for."""
-
-    def finished(self, call: Call) -> Call:
-        """The call, together with the wait for what it began."""
-
-    def available(self) -> int | None:
-        """Bytes that are free; None where the system does not tell."""
-
-
 class Host:
     """NumPy arrays."""
 
     name = "cpu"
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
+        """A new array."""
         return np.zeros(shape, dtype)
 
     def fill(self, array: np.ndarray, write: Callable[[np.ndarray], object]) -> None:
+        """Give a 1-D array the values that ``write`` writes into a NumPy array of its size and dtype."""
         write(array)
 
     def read(self, array: np.ndarray) -> np.ndarray:
+        """The values of a 1-D array, as a NumPy array."""
         return array
 
     def copy(self, target: np.ndarray, source: np.ndarray) -> None:
+        """One plain copy between two 1-D arrays of bytes, as quick as the device can; not waited for."""
         np.copyto(target, source)
 
     def finished(self, call: Call) -> Call:
+        """The call, together with the wait for what it began."""
         return call
 
     def available(self) -> int | None:
-        return room.available_bytes()
+        """Bytes that are free; None where the system does not tell."""
+        return available_bytes()
 
 
 class Mapped(Host):
     """NumPy arrays of `collectives.empty`."""
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
-        """A new array.
-
-        Raises:
-            MemoryError: the engine has no mapped memory left, or was refused any.
-        """
+        """A new array; MemoryError where the engine has no mapped memory left, or was refused any."""
         array: np.ndarray = collectives.empty(shape, dtype)
         if array.nbytes and not collectives.is_mapped(array):
             raise MemoryError(
@@ -93,7 +70,7 @@ class Mapped(Host):
 
 
 class Cuda:
-    """CuPy arrays on the GPU that belongs to a local rank; ranks beyond the number of GPUs share them."""
+    """CuPy arrays on the GPU that belongs to a local rank; ranks beyond the number of GPUs share them. See `Host`."""
 
     name = "cuda"
 
@@ -133,8 +110,7 @@ class Cuda:
         return free
 
     def shared_by(self, local_size: int) -> str | None:
-        """Why NCCL cannot connect this many ranks of the host, or None: it wants a GPU for each, or to be asked for the
-        mode without."""
+        """Why NCCL cannot connect this many ranks of the host, or None: it wants one GPU each, or its mode without."""
         nccl = importlib.import_module("cupy.cuda.nccl")
         if not nccl.available:
             return "CuPy finds no NCCL: pip install nvidia-nccl-cu13 (or -cu12)"
@@ -148,6 +124,10 @@ class Cuda:
         )
 
 
+Memory = Host | Cuda
+"""Arrays of one kind of memory: NumPy's or CuPy's."""
+
+
 def why_not(device: str) -> str | None:
     """What a device lacks on this machine, or None."""
     if device == "cpu":
@@ -157,14 +137,54 @@ def why_not(device: str) -> str | None:
     return diagnosis.why_not()
 
 
-def memory(device: str, local_rank: int) -> Host | Cuda:
+def memory(device: str, local_rank: int) -> Memory:
     """The memory that ``--device`` names."""
     return Cuda(local_rank) if device == "cuda" else Host()
 
 
-def memories(device: str, local_rank: int, kinds: Sequence[str]) -> dict[str, Host | Cuda]:
+def memories(device: str, local_rank: int, kinds: Sequence[str]) -> dict[str, Memory]:
     """The memory of each kind that ``--memory`` names, on the device."""
     return {kind: Mapped() if kind == "mapped" else memory(device, local_rank) for kind in kinds}
 
 
 HOST = Host()
+
+
+def needed_bytes(largest: int, peers: bool, memories: int = 1) -> int:
+    """Bytes that one rank needs: input and work in each kind of memory, a result, and a peer's temporary copy."""
+    return largest * (2 * memories + (2 if peers else 1))
+
+
+def available_bytes(meminfo: str | None = None, limit: str | None = None, used: str | None = None) -> int | None:
+    """Free memory of this host in bytes, or of this container if it has less; None where the system does not tell.
+
+    The arguments are the texts of /proc/meminfo, and of a control group's ``memory.max`` and ``memory.current``.
+    """
+    meminfo = read("/proc/meminfo") if meminfo is None else meminfo
+    limit = read("/sys/fs/cgroup/memory.max") if limit is None else limit
+    used = read("/sys/fs/cgroup/memory.current") if used is None else used
+    free = [int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:")]
+    if limit.strip().isdigit() and used.strip().isdigit():
+        free.append(max(0, int(limit) - int(used)))
+    return min(free, default=None)
+
+
+def read(path: str) -> str:
+    """A small system file's text; empty where there is no such file."""
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def check_memory(largest: int, peers: bool, ranks_here: int, available: int | None, memories: int = 1) -> str | None:
+    """None when the buffers fit; otherwise a message that says what is needed, what there is, and what to do."""
+    needed = needed_bytes(largest, peers, memories) * ranks_here
+    if available is None or needed <= available:
+        return None
+    return (
+        f"-e {largest}: {ranks_here} ranks on this host need about {needed / 2**30:.1f} GiB, but "
+        f"{available / 2**30:.1f} GiB are free; "
+        "choose a smaller -e, fewer ranks, or no --peers"
+    )

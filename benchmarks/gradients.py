@@ -8,33 +8,26 @@ step by step; only ``flat`` sums one buffer of the same size, which is what pack
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 
 import collectives
 from benchmarks import cli, report
-from benchmarks.device import HOST, Cuda, Host, memories
-from benchmarks.floor import NAME as FLOOR
-from benchmarks.floor import floor
-from benchmarks.measure import Summary, alternate, bandwidth
+from benchmarks.collective import FLOOR, floor
+from benchmarks.device import HOST, Memory, memories
+from benchmarks.measure import OURS, Summary, bandwidth, counters_per_step, quartiles
 from benchmarks.models import MODELS, Shapes, elements
-from benchmarks.peers import NATIVE, Cupyx, Mpi, Peer, Torch, connect
-from benchmarks.per_tensor import cost_per_tensor
-from benchmarks.progress import Progress, watched
-from benchmarks.ranks import Ranks
-from benchmarks.record import OURS
-from benchmarks.session import counters, per_step, say, session
+from benchmarks.peers import NATIVE, Cupyx, Mpi, Peer, Torch, connect_all
+from benchmarks.progress import time_in_turn
+from benchmarks.ranks import Ranks, session
 from benchmarks.values import Values
 
 PEERS = {"cpu": ("mpi", "flat", "gloo", FLOOR), "cuda": ("nccl", "torch", "cupyx", FLOOR)}
-
-_COUNTED = 5
-"""Steps over which the engine's counters are averaged."""
 
 Tensors = Sequence[Any]
 
@@ -45,7 +38,7 @@ Step = Callable[[], Tensors]
 class Gradients:
     """One rank's gradients of a model, the last layer first: float32, each in memory of its own."""
 
-    def __init__(self, shapes: Shapes, rank: int, size: int, place: Host | Cuda = HOST) -> None:
+    def __init__(self, shapes: Shapes, rank: int, size: int, place: Memory = HOST) -> None:
         self.place = place
         self.names = list(shapes)[::-1]
         self.tensors = [place.zeros(shapes[name], np.float32) for name in self.names]
@@ -55,8 +48,7 @@ class Gradients:
         self._values = Values(np.dtype(np.float32), "sum", size)
 
     def fill(self) -> None:
-        """Give every tensor its values; they differ from rank to rank and from tensor to tensor, so that none can stand
-        for another."""
+        """Give every tensor values that differ from rank to rank and from tensor to tensor."""
         self.place.fill(self.flat, lambda out: self._values.fill(out, self._rank))
         start = 0
         for tensor in self.tensors:
@@ -84,29 +76,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     flags.add_argument("--model", choices=tuple(MODELS), default="resnet50", help="whose parameters")
     cli.add_device(flags, PEERS)
-    flags.add_argument(
-        "-n", "--steps", type=cli.whole_number(1), default=20, metavar="N", help="timed steps per contestant"
-    )
-    flags.add_argument(
-        "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them"
-    )
+    flags.add_count("-n", "--steps", default=20, help="timed steps per contestant")
+    flags.add_count("-w", "--warmup", default=5, help="untimed steps before them", least=0)
     flags.add_argument("--out-of-place", action="store_true", help="ours returns new arrays; the peers go on in place")
     flags.add_argument("--blocking", action="store_true", help="ours waits for each tensor before the next")
-    flags.add_argument(
-        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
-    )
+    flags.add_json()
     options = flags.parse_args(arguments)
     cli.check_device(flags, options)
     with session() as ranks:
         content = measure(options, ranks)
-        if options.json and ranks.rank == 0:
-            head = {
-                "benchmark": "gradients",
-                "ranks": ranks.size,
-                "machine": report.machine(),
-                "unit": "milliseconds per step",
-            }
-            report.write(options.json, {**head, **content})
+        report.write_results(options.json, ranks, "gradients", "milliseconds per step", content)
     if any(record["wrong"] for record in content["records"]):
         sys.exit(1)
 
@@ -131,52 +110,44 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     """Told name -> its step's name, and whose memory it uses."""
     steps: dict[str, Step] = {}
     wrong: dict[str, int | None] = {}
-    open_peers: dict[str, Peer] = {}
-    try:
+    libraries = [_LIBRARIES.get(name, name) for name in options.peers if name != FLOOR]
+    with connect_all(libraries, ranks, copies["private"].place) as peers:
         for told, (name, kind) in contestants.items():
-            outcome = _step(name, copies[kind], options, ranks, open_peers)
-            if isinstance(outcome, str):
-                say(ranks, f"# {outcome}")
-            else:
-                steps[told] = outcome
-                wrong[told] = None if name == FLOOR else _check(outcome, copies[kind], ranks)
+            step = _step(name, copies[kind], options, peers)
+            if step is not None:
+                steps[told] = step
+                wrong[told] = None if name == FLOOR else _check(step, copies[kind], ranks)
         for gradients in copies.values():
             gradients.clear()
         kind = (
             f"{'blocking' if options.blocking else 'asynchronous'}, "
             f"{'out of place' if options.out_of_place else 'in place'}"
         )
-        say(
-            ranks,
+        ranks.say(
             f"# gradients of {options.model}: {count} float32 tensors, {nbytes / 1e6:.1f} MB; ours: {kind}; "
-            f"{ranks.size} ranks; memory {','.join(places)}",
+            f"{ranks.size} ranks; memory {','.join(places)}"
         )
-        say(
-            ranks,
+        ranks.say(
             f"# {report.mpi_library() or 'no MPI'}; medians of {options.steps} steps of the slowest rank, the "
-            f"contestants in turn",
+            f"contestants in turn"
         )
-        with Progress(options.warmup + options.steps, ranks.rank == 0 and watched()) as progress:
-            seconds = alternate(ranks, list(steps.values()), options.warmup, options.steps, progress.tick, memory=place)
-    finally:
-        for peer in open_peers.values():
-            peer.close()
+        seconds = time_in_turn(ranks, steps, options.warmup, options.steps, place)
     records = [
         {
             "contestant": name,
             "time": Summary.of(row * 1e3).as_dict(),
-            "ratio": Summary.of(row / seconds[0]).as_dict(),
+            "ratio": Summary.of(row / seconds[OURS]).as_dict(),
             "bandwidth": bandwidth(nbytes, float(np.median(row)) * 1e6),
             "wrong": wrong[name],
         }
-        for name, row in zip(steps, seconds, strict=True)
+        for name, row in seconds.items()
     ]
-    say(ranks, table(records))
+    ranks.say(table(records))
     cost = cost_per_tensor(ranks, count, options.steps, options.blocking, place)
-    say(ranks, f"# {cost}")
-    counted = _count(steps[OURS], ranks)
+    ranks.say(f"# {cost}")
+    counted = counters_per_step(ranks, steps[OURS])
     shown = ", ".join(f"{name} {value:g}" for name, value in counted.items() if value)
-    say(ranks, f"# the engine's counters per step: {shown or 'all 0'}")
+    ranks.say(f"# the engine's counters per step: {shown or 'all 0'}")
     return {
         "model": options.model,
         "tensors": count,
@@ -260,8 +231,7 @@ def of_cupyx(peer: Cupyx, gradients: Gradients) -> Step:
 
 
 def of_floor(gradients: Gradients) -> Step:
-    """One plain copy of as many bytes on every rank at once: what would be left of a step if it did nothing but move
-    bytes."""
+    """One plain copy of as many bytes on every rank at once: a step that does nothing but move bytes."""
     source = gradients.place.zeros(gradients.flat.nbytes, np.uint8)
     # Written once: untouched zeros would all be read from one page.
     source.fill(0)
@@ -269,34 +239,29 @@ def of_floor(gradients: Gradients) -> Step:
     return lambda: [copy()]
 
 
-def persistent(gradients: Gradients) -> Step:
-    """Our persistent operation of the whole group."""
-    return collectives.grouped_allreduce_init(gradients.tensors, average=False)
-
-
-def _step(name: str, gradients: Gradients, options: Any, ranks: Ranks, open_peers: dict[str, Peer]) -> Step | str:
-    """A contestant's step, or the reason why there is none; the same kind on every rank."""
+def _step(name: str, gradients: Gradients, options: Any, peers: Mapping[str, Peer]) -> Step | None:
+    """A contestant's step; None for a peer that could not be started."""
     if name == OURS:
         return ours(gradients, options.blocking, options.out_of_place)
     if name == "persistent":
-        return persistent(gradients)
+        return collectives.grouped_allreduce_init(gradients.tensors, average=False)
     if name == FLOOR:
         return of_floor(gradients)
     if name == "nccl":
         return of_nccl(gradients)
-    library = "mpi" if name == "flat" else name
-    if library not in open_peers:
-        peer_or_reason = connect(library, ranks, gradients.place)
-        if isinstance(peer_or_reason, str):
-            return peer_or_reason
-        open_peers[library] = peer_or_reason
-    peer = open_peers[library]
-    if isinstance(peer, Torch):
-        return of_torch(peer, gradients)
-    if isinstance(peer, Cupyx):
-        return of_cupyx(peer, gradients)
-    assert isinstance(peer, Mpi)
-    return of_flat(peer, gradients) if name == "flat" else of_mpi(peer, gradients)
+    peer = peers.get(_LIBRARIES.get(name, name))
+    return None if peer is None else _OF_PEERS[name](peer, gradients)
+
+
+_LIBRARIES = {"flat": "mpi"}
+"""The peer that makes a contestant's step, where its name is another one."""
+_OF_PEERS: dict[str, Callable[[Any, Gradients], Step]] = {
+    "mpi": of_mpi,
+    "flat": of_flat,
+    "gloo": of_torch,
+    "torch": of_torch,
+    "cupyx": of_cupyx,
+}
 
 
 def _check(step: Step, gradients: Gradients, ranks: Ranks) -> int:
@@ -305,32 +270,67 @@ def _check(step: Step, gradients: Gradients, ranks: Ranks) -> int:
     return ranks.total(gradients.wrong(step()))
 
 
-def _count(step: Step, ranks: Ranks) -> dict[str, float]:
-    """The rise of this rank's counters per step."""
-    ranks.barrier()
-    before = counters(collectives.world().statistics)
-    for _ in range(_COUNTED):
-        step()
-        ranks.barrier()
-    return per_step(before, counters(collectives.world().statistics), _COUNTED)
-
-
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """A line per contestant: its time, its bandwidth, how it compares with ours in the same round, and its wrong
-    values."""
+    """A line per contestant: time, bandwidth, its time against ours in the same round, and its wrong values."""
     width = max(10, *(len(record["contestant"]) for record in records))
     heads = f"{'ms':>10}{'p25':>10}{'p75':>10}{'GB/s':>8}{'x ours':>9}{'p25':>8}{'p75':>8}{'#wrong':>8}"
     lines = [f"#{'contestant':<{width}}{heads}"]
     for record in records:
-        time, ratio = record["time"], record["ratio"]
-        compared = f"{ratio['median']:>9.2f}{ratio['p25']:>8.2f}{ratio['p75']:>8.2f}"
-        if record["contestant"] == OURS:
-            compared = f"{'-':>9}{'-':>8}{'-':>8}"
+        ratio = None if record["contestant"] == OURS else record["ratio"]
         lines.append(
-            f" {record['contestant']:<{width}}{time['median']:>10.3f}{time['p25']:>10.3f}{time['p75']:>10.3f}"
-            f"{record['bandwidth']:>8.2f}{compared}{'N/A' if record['wrong'] is None else record['wrong']:>8}"
+            f" {record['contestant']:<{width}}{quartiles(record['time'])}{record['bandwidth']:>8.2f}"
+            f"{quartiles(ratio, 2, 9, 8)}{'N/A' if record['wrong'] is None else record['wrong']:>8}"
         )
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one tensor of a single element costs, in microseconds: there is next to nothing in it but our own Python."""
+
+    tensors: int
+    submission: float
+    """The caller's time per submission; the whole call where calls block."""
+    whole: float
+    """A step's time divided by its tensors."""
+    processor: float
+    """Processor time of all threads of the process, divided by the tensors."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensors} tensors of one element, microseconds per tensor: submission {self.submission:.2f}, "
+            f"whole step {self.whole:.2f}, processor time {self.processor:.2f}"
+        )
+
+
+def cost_per_tensor(ranks: Ranks, count: int, steps: int, blocking: bool, place: Memory) -> Cost:
+    """Medians over ``steps`` steps of ``count`` tensors of one element, in place; the slowest rank counts."""
+    tensors = [place.zeros(1, np.float32) for _ in range(count)]
+    wait = place.finished(lambda: None)
+    names = [f"one element.{index}" for index in range(count)]
+    samples = np.zeros((steps, 3))
+    warmup = 3
+    for step in range(-warmup, steps):
+        ranks.barrier()
+        processor, start = process_time(), perf_counter()
+        if blocking:
+            for tensor, name in zip(tensors, names, strict=True):
+                collectives.allreduce_(tensor, average=False, name=name)
+            submitted = perf_counter()
+        else:
+            handles = [
+                collectives.allreduce_async_(tensor, average=False, name=name)
+                for tensor, name in zip(tensors, names, strict=True)
+            ]
+            submitted = perf_counter()
+            for handle in handles:
+                collectives.synchronize(handle)
+        wait()
+        stop = perf_counter()
+        if step >= 0:
+            samples[step] = submitted - start, stop - start, process_time() - processor
+    submission, whole, processor = (float(value) for value in np.median(ranks.maximum(samples), axis=0) / count * 1e6)
+    return Cost(count, submission, whole, processor)
 
 
 if __name__ == "__main__":

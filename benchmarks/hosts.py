@@ -8,7 +8,7 @@ one of a large one. `benchmarks.cluster` runs it on hosts that it makes on one m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -16,13 +16,11 @@ import numpy as np
 
 from benchmarks import cli, report
 from benchmarks.allreduce import ALLREDUCE
-from benchmarks.collective import IN_PLACE, Case, Result
+from benchmarks.collective import Case, Result
 from benchmarks.contest import Contest, Prepare
-from benchmarks.device import HOST
-from benchmarks.measure import Summary, alternate
+from benchmarks.measure import OURS, Summary, alternate
 from benchmarks.peers import connect_all
-from benchmarks.record import OURS
-from benchmarks.session import say, session
+from benchmarks.ranks import session
 from collectives.base.config import NETWORKS, Config
 from collectives.base.reduce_op import Op
 from collectives.worlds import connect
@@ -43,11 +41,7 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def rate(text: str) -> float:
-    """Bits a second of a link, as tc writes it: 10gbit, 100mbit.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Bits a second of a link, as tc writes it: 10gbit, 100mbit; raises ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.lower())
     if match is None:
         raise ValueError(f"expected a rate such as 10gbit, got {text!r}")
@@ -66,16 +60,10 @@ def calls_of(nbytes: int) -> int:
 
 def add_contestants(flags: cli.Parser) -> None:
     """The flags that `benchmarks.cluster` hands on."""
-    flags.add_argument("-n", "--batches", type=cli.whole_number(1), default=11, metavar="N", help="timed batches")
-    flags.add_argument(
-        "--peers", type=cli.names("peer", PEERS), default=",".join(PEERS), metavar="LIST", help="also time these"
-    )
-    flags.add_argument(
-        "--network",
-        type=cli.names("network", NETWORKS),
-        default=(),
-        metavar="LIST",
-        help=f"also time ours over these: {', '.join(NETWORKS)}",
+    flags.add_count("-n", "--batches", default=11, help="timed batches")
+    flags.add_names("--peers", "peer", PEERS, default=",".join(PEERS), help="also time these")
+    flags.add_names(
+        "--network", "network", NETWORKS, default=(), help=f"also time ours over these: {', '.join(NETWORKS)}"
     )
 
 
@@ -83,33 +71,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0."""
     flags = cli.Parser("benchmarks.hosts", "Microseconds per in-place float32 all-reduce between hosts.")
     flags.add_argument("-b", "--bytes", type=sizes, default=SIZES, metavar="LIST", help="sizes of the tensor")
-    flags.add_argument("--rate", type=rate, default=None, metavar="RATE", help="of each host's link, such as 10gbit")
+    flags.add_argument("--rate", type=rate, metavar="RATE", help="of each host's link, such as 10gbit")
     add_contestants(flags)
     options = flags.parse_args(arguments)
     settings = cli.Settings(
         sizes=options.bytes,
         iterations=options.batches,
         warmup=1,
-        dtypes=("float32",),
-        ops=("sum",),
-        root=-1,
-        check=True,
         peers=options.peers,
-        algorithms=(),
-        transports=(),
-        json=None,
-        plot=None,
     )
     with session() as ranks, ExitStack() as stack:
         if ranks.size == 1:
-            say(ranks, "# one rank alone has nobody to send to")
+            ranks.say("# one rank alone has nobody to send to")
             return
         ours: dict[str, Prepare] = {
             f"ours, {network}": stack.enter_context(_over(network)) for network in options.network
         }
-        peers = connect_all(options.peers, ranks, HOST)
-        for peer in peers.values():
-            stack.callback(peer.close)
+        peers = stack.enter_context(connect_all(options.peers, ranks))
         contest = Contest(ALLREDUCE, settings, ranks, peers, max(options.bytes))
         contest.contestants = {
             OURS: contest.contestants[OURS],
@@ -135,41 +113,26 @@ def _over(network: str) -> Iterator[Prepare]:
 
 
 def measure(contest: Contest, bits: float | None) -> None:
-    """Time every size; rank 0 prints a line for each.
-
-    Args:
-        contest: its contestants take turns batch by batch.
-        bits: what each host's link carries in a second; None: unknown.
-    """
+    """Time every size; rank 0 prints a line for each. ``bits``: what each host's link carries in a second."""
     ranks, settings, names = contest.ranks, contest.settings, list(contest.contestants)
     hosts = len(set(ranks.gather(ranks.address())))
-    say(
-        ranks,
+    ranks.say(
         f"# {hosts} hosts, {ranks.size} ranks; {report.mpi_library() or 'no MPI'}; in-place float32 sum, microseconds "
         f"per call: median of {settings.iterations} batches in turn\n"
         f"# (x: the median of a contestant's time divided by ours in the same round; above 1: ours is quicker)\n"
-        + header(names),
+        + header(names)
     )
     reasons: dict[str, None] = {}
     for size in settings.sizes:
         case = contest.case(np.dtype(np.float32), "sum", size // 4)
-        batches: dict[str, Callable[[], None]] = {}
-        for name in names:
-            outcome = contest.attempt(name, case, IN_PLACE)
-            if isinstance(outcome, str):
-                reasons[outcome] = None
-            elif outcome[1]:
-                reasons[f"{name}: {outcome[1]} wrong values at {size} bytes"] = None
-            else:
-                batches[name] = _batch(outcome[0], calls_of(size))
-        # Sums of zeros stay what they are.
-        case.work.fill(0)
-        samples = alternate(ranks, list(batches.values()), settings.warmup, settings.iterations, _nothing)
+        batches, missing = contest.batches(names, case, calls_of(size))
+        reasons |= dict.fromkeys(missing.values())
+        samples = alternate(ranks, list(batches.values()), settings.warmup, settings.iterations)
         times = dict(zip(batches, samples * 1e6 / calls_of(size), strict=True))
         limit = line_rate(size, hosts, bits) if bits else None
-        say(ranks, row(size, names, times, limit))
+        ranks.say(row(size, names, times, limit))
     for reason in reasons:
-        say(ranks, f"# n/a: {reason}")
+        ranks.say(f"# n/a: {reason}")
 
 
 def header(names: Sequence[str]) -> str:
@@ -191,18 +154,6 @@ def row(size: int, names: Sequence[str], times: Mapping[str, np.ndarray], limit:
         cells.append(text)
     shown = "N/A" if limit is None else f"{limit:.0f}"
     return f" {size:>11}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells) + f"{shown:>12}"
-
-
-def _batch(call: Result, calls: int) -> Callable[[], None]:
-    def batch() -> None:
-        for _ in range(calls):
-            call()
-
-    return batch
-
-
-def _nothing() -> None:
-    """No progress is shown: the rows tell it."""
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,10 +29,9 @@ import numpy as np
 import collectives
 import collectives.jax as hvd
 from benchmarks import cli, report
-from benchmarks.measure import Summary, alternate
-from benchmarks.progress import Progress, watched
-from benchmarks.ranks import Ranks
-from benchmarks.session import say, session
+from benchmarks.measure import Summary
+from benchmarks.progress import time_in_turn
+from benchmarks.ranks import Ranks, session
 
 Call = Callable[[], Any]
 
@@ -44,24 +42,19 @@ STEPS = {"25 x 1M": [1_000_000] * 25, "161 tiny": [1 + number % 40 for number in
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0; wrong sums end the process with status 1."""
     flags = cli.Parser(prog="benchmarks.jax_bandwidth", description="All-reduces on JAX arrays, eager and compiled.")
-    flags.add_argument("-n", "--iterations", type=cli.whole_number(1), default=30, metavar="N", help="timed rounds")
-    flags.add_argument(
-        "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed rounds before them"
-    )
+    flags.add_count("-n", "--iterations", default=30, help="timed rounds")
+    flags.add_count("-w", "--warmup", default=5, help="untimed rounds before them", least=0)
     flags.add_argument(
         "--largest", type=cli.whole_number(1), default=SIZES[-1], metavar="BYTES", help="leave larger sizes out"
     )
-    flags.add_argument(
-        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
-    )
+    flags.add_json()
     options = flags.parse_args(arguments)
     hvd.init()
     try:
         with session() as ranks:
-            say(
-                ranks,
+            ranks.say(
                 f"# {ranks.size} ranks; jax {jax.__version__}; microseconds: medians of {options.iterations} rounds, "
-                f"the slowest rank's",
+                f"the slowest rank's"
             )
             rows, wrong = sizes(options, ranks)
             alone = [hvd.add_process_set([rank]) for rank in range(ranks.size)][ranks.rank]
@@ -70,14 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for name, lengths in STEPS.items()
                 if max(lengths) * 4 <= options.largest
             ]
-            if options.json and ranks.rank == 0:
-                head = {
-                    "benchmark": "jax_bandwidth",
-                    "ranks": ranks.size,
-                    "machine": report.machine(),
-                    "unit": "microseconds",
-                }
-                report.write(options.json, {**head, "records": rows, "steps": steps})
+            content = {"records": rows, "steps": steps}
+            report.write_results(options.json, ranks, "jax_bandwidth", "microseconds", content)
     finally:
         hvd.shutdown()
     if wrong:
@@ -115,13 +102,12 @@ def sizes(options: Any, ranks: Ranks) -> tuple[list[dict[str, Any]], int]:
         }
         if not rows:
             heads = "".join(f"{name:>13}" for name in seconds) + "".join(f"{name:>19}" for name in row["ratio"])
-            say(ranks, f"#    bytes{heads} #wrong")
+            ranks.say(f"#    bytes{heads} #wrong")
         shown = "".join(f"{row['time'][name]['median']:>13.1f}" for name in seconds)
-        say(
-            ranks,
+        ranks.say(
             f"{nbytes:>10}{shown}"
             + "".join(f"{ratio:>19.2f}" for ratio in row["ratio"].values())
-            + f"{sum(bad.values()):>7}",
+            + f"{sum(bad.values()):>7}"
         )
         rows.append(row)
     return rows, wrong
@@ -192,10 +178,9 @@ def step(name: str, lengths: Sequence[int], own: Any, options: Any, ranks: Ranks
         "eager": seconds["eager"] - seconds["engine"],
     }
     shown = ", ".join(f"{each} {np.median(times):.0f}" for each, times in seconds.items())
-    say(
-        ranks,
+    ranks.say(
         f"# {name}: {shown}; beyond the engine: "
-        + ", ".join(f"{each} {np.median(times):+.0f}" for each, times in beyond.items()),
+        + ", ".join(f"{each} {np.median(times):+.0f}" for each, times in beyond.items())
     )
     summaries = {each: Summary.of(times).as_dict() for each, times in seconds.items()}
     return {
@@ -207,9 +192,8 @@ def step(name: str, lengths: Sequence[int], own: Any, options: Any, ranks: Ranks
 
 def timed(calls: dict[str, Call], options: Any, ranks: Ranks) -> dict[str, np.ndarray]:
     """Microseconds of every call in every round."""
-    with Progress(options.warmup + options.iterations, ranks.rank == 0 and watched()) as progress:
-        seconds = alternate(ranks, list(calls.values()), options.warmup, options.iterations, progress.tick)
-    return dict(zip(calls, seconds * 1e6, strict=True))
+    seconds = time_in_turn(ranks, calls, options.warmup, options.iterations)
+    return {name: row * 1e6 for name, row in seconds.items()}
 
 
 if __name__ == "__main__":

@@ -17,17 +17,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks import cli, report
-from benchmarks.measure import Summary, alternate
-from benchmarks.progress import Progress, watched
-from benchmarks.ranks import Ranks
-from benchmarks.record import OURS
-from benchmarks.session import say, session
+from benchmarks.measure import OURS, Summary, quartiles
+from benchmarks.progress import time_in_turn
+from benchmarks.ranks import Ranks, session
 from benchmarks.tf_strategy import strategy
 
 ALONE, LEGACY, STRATEGY = "alone", "legacy", "strategy"
@@ -42,15 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = cli.Parser(prog="benchmarks.keras_fit", description="What communication adds to a step of Keras's fit.")
     flags.add_argument("--model", choices=tuple(WIDTHS), default="medium", help="what is trained")
     flags.add_argument("--alone", action="store_true", help="without the strategy")
-    flags.add_argument("--batch", type=cli.whole_number(1), default=32, metavar="N", help="samples of a rank's batch")
-    flags.add_argument("--steps", type=cli.whole_number(1), default=20, metavar="N", help="steps of a fit")
-    flags.add_argument("-n", "--iterations", type=cli.whole_number(1), default=10, metavar="N", help="timed rounds")
-    flags.add_argument(
-        "-w", "--warmup", type=cli.whole_number(1), default=2, metavar="N", help="untimed rounds before them"
-    )
-    flags.add_argument(
-        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
-    )
+    flags.add_count("--batch", default=32, help="samples of a rank's batch")
+    flags.add_count("--steps", default=20, help="steps of a fit")
+    flags.add_count("-n", "--iterations", default=10, help="timed rounds")
+    flags.add_count("-w", "--warmup", default=2, help="untimed rounds before them")
+    flags.add_json()
     options = flags.parse_args(arguments)
     # On other backends there is no such peer, and TensorFlow may not be there.
     options.peers = (
@@ -58,14 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     with session() as ranks:
         content = measure(options, ranks)
-        if options.json and ranks.rank == 0:
-            head = {
-                "benchmark": "keras_fit",
-                "ranks": ranks.size,
-                "machine": report.machine(),
-                "unit": "milliseconds per step",
-            }
-            report.write(options.json, {**head, **content})
+        report.write_results(options.json, ranks, "keras_fit", "milliseconds per step", content)
 
 
 def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
@@ -94,24 +81,20 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
             with workers.scope():
                 trained[STRATEGY] = network(tf_keras, widths)
                 trained[STRATEGY].compile(plain(tf_keras), "sparse_categorical_crossentropy")
-        fits = [lambda model=model: fit(model, inputs, labels, options.steps) for model in trained.values()]
-        machine = report.machine()
-        where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
+        fits = {name: partial(fit, model, inputs, labels, options.steps) for name, model in trained.items()}
+        where = report.place_of(ranks)
         parameters = ours.count_params()
-        say(
-            ranks,
+        ranks.say(
             f"# {options.model}: {parameters} parameters; {where}; Keras {keras.__version__} on "
-            f"{keras.backend.backend()}",
+            f"{keras.backend.backend()}"
         )
-        say(
-            ranks,
+        ranks.say(
             f"# medians of {options.iterations} fits of {options.steps} steps, the slowest rank's time, milliseconds "
-            f"per step",
+            f"per step"
         )
-        with Progress(options.warmup + options.iterations, ranks.rank == 0 and watched()) as progress:
-            seconds = alternate(ranks, fits, options.warmup, options.iterations, progress.tick)
-    records = summarize(dict(zip(trained, seconds * 1e3 / options.steps, strict=True)))
-    say(ranks, table(records))
+        seconds = time_in_turn(ranks, fits, options.warmup, options.iterations)
+    records = summarize({name: row * 1e3 / options.steps for name, row in seconds.items()})
+    ranks.say(table(records))
     return {"model": options.model, "parameters": parameters, "records": records}
 
 
@@ -156,12 +139,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         f"#{'contestant':<12}" + "".join(f"{head:>10}" for head in ("step ms", "p25", "p75", "adds ms", "p25", "p75"))
     ]
     for record in records:
-        cells = [
-            f"{figures[key]:>10.3f}" if (figures := record[part]) else f"{'-':>10}"
-            for part in ("time", "added")
-            for key in ("median", "p25", "p75")
-        ]
-        lines.append(f" {record['contestant']:<12}" + "".join(cells))
+        lines.append(f" {record['contestant']:<12}{quartiles(record['time'])}{quartiles(record['added'])}")
     added = {record["contestant"]: record["added"]["median"] for record in records if record["added"]}
     if STRATEGY in added and added[STRATEGY] > 0:
         lines.append(f"# {OURS} adds {added[OURS] / added[STRATEGY]:.2f} of what {STRATEGY} adds")

@@ -8,8 +8,7 @@ stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,13 @@ import numpy as np
 import collectives
 from benchmarks import cli, report
 from benchmarks.allreduce import ALLREDUCE
-from benchmarks.collective import IN_PLACE, Result
+from benchmarks.collective import FLOOR
 from benchmarks.contest import Contest, Peers
 from benchmarks.device import Memory, memories
-from benchmarks.floor import NAME as FLOOR
 from benchmarks.measure import Summary, alternate
 from benchmarks.peers import connect_all
-from benchmarks.progress import Progress, watched
-from benchmarks.ranks import Ranks
+from benchmarks.progress import Progress
+from benchmarks.ranks import Ranks, session
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,55 +35,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-f", "--stepfactor", type=cli.whole_number(2), default=4, metavar="FACTOR", help="next size = size * FACTOR"
     )
-    flags.add_argument(
-        "-n", "--batches", type=cli.whole_number(1), default=21, metavar="N", help="timed batches per contestant"
-    )
-    flags.add_argument("-m", "--calls", type=cli.whole_number(1), default=200, metavar="N", help="calls per batch")
+    flags.add_count("-n", "--batches", default=21, help="timed batches per contestant")
+    flags.add_count("-m", "--calls", default=200, help="calls per batch")
     cli.add_contestants(flags)
-    flags.add_argument(
-        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
-    )
+    flags.add_json()
     options = flags.parse_args(arguments)
     cli.check_device(flags, options)
     settings = cli.Settings(
         sizes=cli.sweep(max(4, options.minbytes), max(4, options.minbytes, options.maxbytes), options.stepfactor, 0),
         iterations=options.batches,
         warmup=1,
-        dtypes=("float32",),
-        ops=("sum",),
-        root=-1,
-        check=True,
         peers=options.peers,
         algorithms=options.algorithm,
         transports=options.transport,
-        json=options.json,
-        plot=None,
         device=options.device,
         memories=options.memory,
         persistent=options.persistent,
     )
-    started = not collectives.is_initialized()
-    if started:
-        collectives.init()
-    ranks = Ranks()
-    peers: Peers = {}
-    try:
+    with session() as ranks:
         places = memories(options.device, collectives.local_rank(), options.memory)
-        peers = connect_all(options.peers, ranks, places[options.memory[0]])
-        results = measure(settings, options.calls, ranks, peers, places)
-    finally:
-        for connected in peers.values():
-            connected.close()
-        if started:
-            collectives.shutdown()
-    if options.json and ranks.rank == 0:
-        content = {
-            "benchmark": "latency",
-            "ranks": ranks.size,
-            "machine": report.machine(),
-            "unit": "microseconds per call",
-        }
-        report.write(options.json, {**content, "batches": options.batches, "calls": options.calls, "records": results})
+        with connect_all(options.peers, ranks, places[options.memory[0]]) as peers:
+            results = measure(settings, options.calls, ranks, peers, places)
+        content = {"batches": options.batches, "calls": options.calls, "records": results}
+        report.write_results(options.json, ranks, "latency", "microseconds per call", content)
 
 
 def measure(
@@ -94,29 +66,17 @@ def measure(
     """Time batches of ``calls`` calls for every size; rank 0 prints a line for each."""
     contest = Contest(ALLREDUCE, settings, ranks, peers, max(settings.sizes), places)
     names = [name for name in contest.contestants if name != FLOOR]
-    say = print if ranks.rank == 0 else _silent
-    say(f"# in-place float32 sum, {ranks.size} ranks; {report.mpi_library() or 'no MPI'}")
-    say(
+    ranks.say(f"# in-place float32 sum, {ranks.size} ranks; {report.mpi_library() or 'no MPI'}")
+    ranks.say(
         f"# microseconds per call: median (p25 - p75) of {settings.iterations} batches of {calls} calls, the "
         f"contestants' batches in turn"
     )
-    say(f"#{'size':>11}" + "".join(f"{name:>32}" for name in names), flush=True)
+    ranks.say(f"#{'size':>11}" + "".join(f"{name:>32}" for name in names))
     results: list[dict[str, Any]] = []
-    with Progress(
-        len(settings.sizes) * (settings.warmup + settings.iterations), ranks.rank == 0 and watched()
-    ) as progress:
+    with Progress(len(settings.sizes) * (settings.warmup + settings.iterations), ranks) as progress:
         for size in settings.sizes:
             case = contest.case(np.dtype(np.float32), "sum", size // 4)
-            batches: dict[str, Callable[[], None]] = {}
-            reasons: dict[str, str] = {}
-            for name in names:
-                outcome = contest.attempt(name, case, IN_PLACE)
-                if isinstance(outcome, str):
-                    reasons[name] = outcome
-                else:
-                    batches[name] = _batch(contest.memory.finished(outcome[0]), calls)
-            for name in batches:
-                contest.case(case.dtype, case.op, case.count, name).work.fill(0)
+            batches, reasons = contest.batches(names, case, calls)
             samples = (
                 alternate(ranks, list(batches.values()), settings.warmup, settings.iterations, progress.tick)
                 / calls
@@ -131,26 +91,14 @@ def measure(
                 }
             )
             progress.clear()
-            say(f" {size:>11}" + "".join(f"{_cell(summaries.get(name)):>32}" for name in names), flush=True)
+            ranks.say(f" {size:>11}" + "".join(f"{_cell(summaries.get(name)):>32}" for name in names))
     for reason in dict.fromkeys(reason for result in results for reason in result["unavailable"].values()):
-        say(f"# n/a: {reason}")
+        ranks.say(f"# n/a: {reason}")
     return results
 
 
 def _cell(times: Summary | None) -> str:
     return "N/A" if times is None else f"{times.median:.2f} ({times.p25:.2f} - {times.p75:.2f})"
-
-
-def _silent(*text: object, **options: object) -> None:
-    """What the other ranks print."""
-
-
-def _batch(call: Result, calls: int) -> Callable[[], None]:
-    def batch() -> None:
-        for _ in range(calls):
-            call()
-
-    return batch
 
 
 if __name__ == "__main__":

@@ -8,15 +8,20 @@ On a GPU a call lasts until its stream has done the work.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from random import Random
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
+import collectives
 from benchmarks.device import HOST, Memory
 from benchmarks.ranks import Ranks
+
+OURS = "collectives"
+"""The contestant that everybody is compared with: the engine as a user calls it, its planner choosing."""
 
 Call = Callable[[], object]
 
@@ -26,7 +31,7 @@ def alternate(
     calls: Sequence[Call],
     warmup: int,
     iterations: int,
-    tick: Callable[[], object],
+    tick: Callable[[], object] = lambda: None,
     evict: int = 0,
     memory: Memory = HOST,
 ) -> np.ndarray:
@@ -69,6 +74,16 @@ def alternate(
     return ranks.maximum(seconds)
 
 
+def counters_per_step(ranks: Ranks, step: Call, steps: int = 5) -> dict[str, float]:
+    """How far each counter of this rank's engine rises in a step, the mean over ``steps``."""
+    ranks.barrier()
+    before = asdict(collectives.world().statistics)
+    for _ in range(steps):
+        step()
+        ranks.barrier()
+    return {name: (value - before[name]) / steps for name, value in asdict(collectives.world().statistics).items()}
+
+
 @dataclass(frozen=True)
 class Summary:
     """Quartiles and minimum of a contestant's samples; microseconds for times, a plain number for ratios."""
@@ -87,6 +102,51 @@ class Summary:
         return asdict(self)
 
 
+def quartiles(summary: Mapping[str, float] | None, digits: int = 3, first: int = 10, others: int = 10) -> str:
+    """Three cells of a table, ``first`` and ``others`` wide: a summary's median, and its quartiles; dashes for None."""
+    cells = ["-"] * 3 if summary is None else [f"{summary[key]:.{digits}f}" for key in ("median", "p25", "p75")]
+    return f"{cells[0]:>{first}}{cells[1]:>{others}}{cells[2]:>{others}}"
+
+
 def bandwidth(nbytes: int, microseconds: float) -> float:
     """GB/s, 1 GB = 1e9 bytes."""
     return nbytes / microseconds / 1e3 if microseconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """Times in microseconds (None where a contestant cannot), bandwidths in GB/s (1e9 bytes), sizes in bytes."""
+
+    collective: str
+    contestant: str
+    mode: str
+    size: int
+    count: int
+    dtype: str
+    op: str
+    root: int
+    ranks: int
+    factor: float
+    wrong: int | None = None
+    time: Summary | None = None
+    ratio: Summary | None = None
+    limit: float | None = None
+    unavailable: str | None = None
+
+    @property
+    def algbw(self) -> float:
+        return bandwidth(self.size, self.time.median) if self.time else 0.0
+
+    @property
+    def busbw(self) -> float:
+        return self.algbw * self.factor
+
+    @property
+    def percent_of_limit(self) -> float | None:
+        """100 * the memory floor's time / this contestant's."""
+        if self.time is None or self.limit is None or self.time.median <= 0:
+            return None
+        return 100 * self.limit / self.time.median
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "algbw": self.algbw, "busbw": self.busbw, "percent_of_limit": self.percent_of_limit}

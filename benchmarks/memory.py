@@ -26,9 +26,9 @@ import numpy as np
 
 import collectives
 from benchmarks import cli, report
+from benchmarks.device import available_bytes, check_memory, read
 from benchmarks.plot import short_bytes
-from benchmarks.ranks import Ranks
-from benchmarks.room import available_bytes, check_memory, read
+from benchmarks.ranks import Ranks, session
 
 _SMALL = 4096
 """Bytes of the tensor that is reduced very many times."""
@@ -57,50 +57,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "-m",
         "--operations",
         type=cli.whole_number(_SAMPLES * _NAMES),
-        default=None,
         metavar="N",
         help="only the flatness of N operations",
     )
     flags.add_argument(
         "--allocations",
         type=cli.whole_number(_SAMPLES * _NAMES),
-        default=None,
         metavar="N",
         help="only the flatness of N mapped tensors that come and go",
     )
-    flags.add_argument(
-        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
-    )
+    flags.add_json()
     options = flags.parse_args(arguments)
-    started = not collectives.is_initialized()
-    if started:
-        collectives.init()
-    ranks = Ranks()
-    try:
+    with session() as ranks:
         problem = ranks.agree(
             check_memory(max(options.minbytes, options.maxbytes), False, ranks.local_size, available_bytes())
         )
-        results = None
         if not problem:
             only_flat = options.operations or options.allocations
             results = flatness(options.operations, options.allocations, ranks) if only_flat else measure(options, ranks)
-    finally:
-        if started:
-            collectives.shutdown()
-    if problem:
-        if ranks.rank == 0:
+            report.write_results(options.json, ranks, "memory", "bytes", {"records": results})
+        elif ranks.rank == 0:
             print(f"benchmarks.memory: error: {problem}", file=sys.stderr)
+    if problem:
         sys.exit(2)
-    if options.json and ranks.rank == 0:
-        content = {"benchmark": "memory", "ranks": ranks.size, "machine": report.machine(), "unit": "bytes"}
-        report.write(options.json, {**content, "records": results})
 
 
 def measure(options: Any, ranks: Ranks) -> list[dict[str, Any]]:
     """All three measurements; rank 0 prints them."""
-    say = print if ranks.rank == 0 else _silent
-    say(f"# float32 sum, {ranks.size} ranks, MiB, the largest of all ranks; out-of-place: beside the result")
-    say(f"#{'size':>9}{'peak extra, in place':>24}{'out of place':>16}{'allocated per call, in place':>32}", flush=True)
+    ranks.say(f"# float32 sum, {ranks.size} ranks, MiB, the largest of all ranks; out-of-place: beside the result")
+    ranks.say(f"#{'size':>9}{'peak extra, in place':>24}{'out of place':>16}{'allocated per call, in place':>32}")
     results: list[dict[str, Any]] = []
     for size in cli.sweep(options.minbytes, max(options.minbytes, options.maxbytes), options.stepfactor, 0):
         tensor = np.zeros(max(1, size // 4), np.float32)
@@ -111,14 +96,13 @@ def measure(options: Any, ranks: Ranks) -> list[dict[str, Any]]:
         results.append(
             {"size": tensor.nbytes, "in_place": inside, "out_of_place": outside, "allocated_per_call": allocated}
         )
-        say(
+        ranks.say(
             f" {short_bytes(size):>9}{inside / 2**20:>24.2f}{max(0, outside) / 2**20:>16.2f}{allocated / 2**20:>32.4f}",
-            flush=True,
         )
         del tensor
     tensor = np.zeros(_SMALL // 4, np.float32)
     allocated, kept = _traced(ranks, tensor, 1000)
-    say(f"# {short_bytes(_SMALL)} in place: a call allocates at most {allocated} bytes and keeps {kept:.2f}")
+    ranks.say(f"# {short_bytes(_SMALL)} in place: a call allocates at most {allocated} bytes and keeps {kept:.2f}")
     before = resident()
     for _ in range(options.calls):
         collectives.allreduce_(tensor, op=collectives.Sum)
@@ -133,13 +117,14 @@ def measure(options: Any, ranks: Ranks) -> list[dict[str, Any]]:
             "kept_per_call": kept,
         }
     )
-    say(f"# {options.calls} calls of {short_bytes(_SMALL)} in place: resident memory grew by {growth / 1024:.0f} KiB")
+    ranks.say(
+        f"# {options.calls} calls of {short_bytes(_SMALL)} in place: resident memory grew by {growth / 1024:.0f} KiB"
+    )
     return results
 
 
 def flatness(operations: int | None, allocations: int | None, ranks: Ranks) -> list[dict[str, Any]]:
     """The footprint over very many small operations of each kind, and over allocations; rank 0 prints it."""
-    say = print if ranks.rank == 0 else _silent
     tensors = [np.zeros(_SMALL // 4, np.float32) for _ in range(_NAMES)]
     names = [f"tensor {index}" for index in range(_NAMES)]
 
@@ -158,12 +143,12 @@ def flatness(operations: int | None, allocations: int | None, ranks: Ranks) -> l
     kinds: list[tuple[str, int, Callable[[], object]]] = []
     if operations:
         kinds += [(batch.__name__, operations, batch) for batch in (asynchronous, blocking, _persistent(tensors))]
-        say(f"# operations on {short_bytes(_SMALL)} in place, {_NAMES} names or none, {ranks.size} ranks")
+        ranks.say(f"# operations on {short_bytes(_SMALL)} in place, {_NAMES} names or none, {ranks.size} ranks")
     if allocations:
         kinds.append(("allocations", allocations, _allocations()))
-        say(f"# allocations of up to {short_bytes(4 * _LARGEST)}, {_ALIVE} alive at a time, {ranks.size} ranks")
-    say("# KiB that resident memory has grown since the first batch, after each tenth; then how far mappings and")
-    say("# descriptors have; the largest of all ranks", flush=True)
+        ranks.say(f"# allocations of up to {short_bytes(4 * _LARGEST)}, {_ALIVE} alive at a time, {ranks.size} ranks")
+    ranks.say("# KiB that resident memory has grown since the first batch, after each tenth; then how far mappings and")
+    ranks.say("# descriptors have; the largest of all ranks")
     results: list[dict[str, Any]] = []
     for kind, times, batch in kinds:
         growth = ranks.maximum(np.array(grown(batch, times // _NAMES), np.float64))
@@ -172,7 +157,7 @@ def flatness(operations: int | None, allocations: int | None, ranks: Ranks) -> l
             {"operations": times, "kind": kind, "growth": memory, "mappings": mappings, "descriptors": descriptors}
         )
         tenths = "".join(f"{value / 1024:>8.0f}" for value in memory)
-        say(f" {times:>9} {kind:<14}{tenths} {mappings[-1]:>+7.0f} {descriptors[-1]:>+5.0f}", flush=True)
+        ranks.say(f" {times:>9} {kind:<14}{tenths} {mappings[-1]:>+7.0f} {descriptors[-1]:>+5.0f}")
     return results
 
 
@@ -223,13 +208,8 @@ def footprint() -> tuple[int, int, int]:
     return resident(), read("/proc/self/maps").count("\n"), opened
 
 
-def _silent(*text: object, **options: object) -> None:
-    """What the other ranks print."""
-
-
 def _peak(ranks: Ranks, call: Callable[[], object]) -> int:
-    """Bytes by which the peak of resident memory during a call is above what it was before; the largest of all
-    ranks."""
+    """Bytes by which resident memory rises at most during a call; the largest of all ranks."""
     gc.collect()
     ranks.barrier()
     _forget_peak()
@@ -240,8 +220,7 @@ def _peak(ranks: Ranks, call: Callable[[], object]) -> int:
 
 
 def _traced(ranks: Ranks, tensor: np.ndarray, calls: int) -> tuple[int, float]:
-    """(the most that one call held at a time, what each of many kept on average), in bytes, the largest of all
-    ranks."""
+    """Bytes that one call held at most, and that each of many kept on average; the largest of all ranks."""
     collectives.allreduce_(tensor, op=collectives.Sum)
     tracemalloc.start()
     try:

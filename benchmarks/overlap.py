@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
@@ -24,12 +23,10 @@ import numpy as np
 
 import collectives
 from benchmarks import cli, report
-from benchmarks.measure import Summary, alternate
-from benchmarks.peers import PEERS, Mpi, Peer, Torch, connect
+from benchmarks.measure import OURS, Summary, alternate
+from benchmarks.peers import PEERS, Mpi, Torch, connect_all
 from benchmarks.plot import short_bytes
-from benchmarks.ranks import Ranks
-from benchmarks.record import OURS
-from benchmarks.session import say, session
+from benchmarks.ranks import Ranks, session
 
 COMPUTE = ("device", "blas")
 
@@ -45,8 +42,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Contestant:
-    """One library's all-reduce of the same tensor: the whole call, and its beginning, which returns what waits for the
-    end."""
+    """One library's all-reduce of the tensor: the whole call, and its start, which returns the wait for its end."""
 
     name: str
     blocking: Call
@@ -59,64 +55,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="benchmarks.overlap", description="How much of an asynchronous all-reduce hides behind computation."
     )
     flags.add_argument("-b", "--bytes", type=cli.size, default="64M", metavar="SIZE", help="size of the tensor")
-    flags.add_argument("-n", "--rounds", type=cli.whole_number(1), default=15, metavar="N", help="timed rounds")
-    flags.add_argument(
-        "-w", "--warmup", type=cli.whole_number(0), default=3, metavar="N", help="untimed rounds before them"
-    )
+    flags.add_count("-n", "--rounds", default=15, help="timed rounds")
+    flags.add_count("-w", "--warmup", default=3, help="untimed rounds before them", least=0)
     flags.add_argument(
         "-f", "--factor", type=float, default=2.0, metavar="FACTOR", help="compute phase = blocking time * FACTOR"
     )
-    flags.add_argument(
-        "--compute", type=cli.names("kind", COMPUTE), default=COMPUTE, metavar="LIST", help=", ".join(COMPUTE)
-    )
-    flags.add_argument(
-        "--peers",
-        type=cli.names("peer", PEERS["cpu"]),
-        default=(),
-        metavar="LIST",
-        help="also measure: " + ", ".join(PEERS["cpu"]),
-    )
-    flags.add_argument(
-        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
-    )
+    flags.add_names("--compute", "kind", COMPUTE, default=COMPUTE, help=", ".join(COMPUTE))
+    flags.add_names("--peers", "peer", PEERS["cpu"], default=(), help="also measure: " + ", ".join(PEERS["cpu"]))
+    flags.add_json()
     options = flags.parse_args(arguments)
     with session() as ranks:
         records = measure(options, ranks)
-        if options.json and ranks.rank == 0:
-            content = {"benchmark": "overlap", "ranks": ranks.size, "machine": report.machine(), "unit": "milliseconds"}
-            report.write(options.json, {**content, "size": options.bytes, "records": records})
+        content = {"size": options.bytes, "records": records}
+        report.write_results(options.json, ranks, "overlap", "milliseconds", content)
 
 
 def measure(options: Any, ranks: Ranks) -> list[dict[str, Any]]:
     """Both measurements; rank 0 prints them."""
     tensor = np.zeros(max(1, options.bytes // 4), np.float32)
     tensor.fill(0)
-    open_peers: list[Peer] = []
-    contestants = [ours(tensor)]
-    try:
-        for name in options.peers:
-            connected = connect(name, ranks)
-            if isinstance(connected, str):
-                say(ranks, f"# {connected}")
-                continue
-            open_peers.append(connected)
-            if isinstance(connected, Mpi):
-                contestants.append(of_mpi(connected, tensor))
-            elif isinstance(connected, Torch):
-                contestants.append(of_gloo(connected, tensor))
-        machine = report.machine()
-        where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
-        say(ranks, f"# {short_bytes(tensor.nbytes)} float32 sum in place; {where}; milliseconds, medians")
-        say(
-            ranks,
+    with connect_all(options.peers, ranks) as peers:
+        contestants = [ours(tensor)]
+        for peer in peers.values():
+            if isinstance(peer, Mpi):
+                contestants.append(of_mpi(peer, tensor))
+            elif isinstance(peer, Torch):
+                contestants.append(of_gloo(peer, tensor))
+        where = report.place_of(ranks)
+        ranks.say(f"# {short_bytes(tensor.nbytes)} float32 sum in place; {where}; milliseconds, medians")
+        ranks.say(
             f"#{'compute':<9}{'contestant':<14}{'blocking':>10}{'compute':>10}{'both':>10}{'hidden %':>10}{'p25':>8}"
-            f"{'p75':>8}",
+            f"{'p75':>8}"
         )
         records = [overlap(kind, contestant, options, ranks) for contestant in contestants for kind in options.compute]
         records.append(beside_python(tensor, options, ranks))
-    finally:
-        for peer in open_peers:
-            peer.close()
     return records
 
 
@@ -147,7 +119,7 @@ def of_gloo(peer: Torch, tensor: np.ndarray) -> Contestant:
 
 def overlap(kind: str, contestant: Contestant, options: Any, ranks: Ranks) -> dict[str, Any]:
     """Time the communication, the computation, and both at once, in turn."""
-    alone = alternate(ranks, [contestant.blocking], 1, 5, _nothing)
+    alone = alternate(ranks, [contestant.blocking], 1, 5)
     seconds = float(np.median(alone)) * options.factor
     compute, limits = phase(kind, seconds, ranks)
 
@@ -157,14 +129,13 @@ def overlap(kind: str, contestant: Contestant, options: Any, ranks: Ranks) -> di
         wait()
 
     with limits:
-        times = alternate(ranks, [contestant.blocking, compute, both], options.warmup, options.rounds, _nothing)
+        times = alternate(ranks, [contestant.blocking, compute, both], options.warmup, options.rounds)
     communication, computation, together = (float(value) * 1e3 for value in np.median(times, axis=1))
     hidden = hidden_share(communication, computation, together)
     shares = Summary.of(np.array([hidden_share(*row) for row in times.T]))
-    say(
-        ranks,
+    ranks.say(
         f" {kind:<9}{contestant.name:<14}{communication:>10.3f}{computation:>10.3f}{together:>10.3f}"
-        f"{100 * hidden:>10.1f}{100 * shares.p25:>8.1f}{100 * shares.p75:>8.1f}",
+        f"{100 * hidden:>10.1f}{100 * shares.p25:>8.1f}{100 * shares.p75:>8.1f}"
     )
     return {
         "compute": kind,
@@ -183,8 +154,7 @@ def hidden_share(communication: float, computation: float, both: float) -> float
 
 
 def phase(kind: str, seconds: float, ranks: Ranks) -> tuple[Call, AbstractContextManager[Any]]:
-    """A compute phase of about so many seconds, the same work in every round and on every rank, and what it is to run
-    within."""
+    """A compute phase of about so many seconds, the same work in every round, and the context that it needs."""
     if kind == "device":
         return lambda: _wait_for_device(seconds), nullcontext()
     limits = _one_thread(ranks)
@@ -194,7 +164,7 @@ def phase(kind: str, seconds: float, ranks: Ranks) -> tuple[Call, AbstractContex
         np.matmul(left, right, out=product)
 
     with limits:
-        piece = float(np.median(alternate(ranks, [multiply], 5, 25, _nothing)))
+        piece = float(np.median(alternate(ranks, [multiply], 5, 25)))
     times = max(1, round(seconds / piece))
 
     def compute() -> None:
@@ -216,15 +186,14 @@ def _one_thread(ranks: Ranks) -> AbstractContextManager[Any]:
     try:
         threadpoolctl = import_module("threadpoolctl")
     except ImportError:
-        say(ranks, "# threadpoolctl is not installed: BLAS takes as many threads as the environment lets it")
+        ranks.say("# threadpoolctl is not installed: BLAS takes as many threads as the environment lets it")
         return nullcontext()
     limits: AbstractContextManager[Any] = threadpoolctl.threadpool_limits(1)
     return limits
 
 
 def beside_python(tensor: np.ndarray, options: Any, ranks: Ranks) -> dict[str, Any]:
-    """Time our all-reduce from its submission until it is done: the main thread blocks in it, sleeps, or runs pure
-    Python."""
+    """Time our all-reduce until it is done, while the main thread waits in it, sleeps, or runs pure Python."""
 
     def submit() -> Any:
         return collectives.allreduce_async_(tensor, average=False, name="beside")
@@ -244,19 +213,17 @@ def beside_python(tensor: np.ndarray, options: Any, ranks: Ranks) -> dict[str, A
             run_python()
         collectives.synchronize(handle)
 
-    times = alternate(ranks, [waiting, sleeping, running], options.warmup, options.rounds, _nothing)
+    times = alternate(ranks, [waiting, sleeping, running], options.warmup, options.rounds)
     blocked, slept, ran = (Summary.of(row * 1e3) for row in times)
     ratio = Summary.of(times[2] / times[1])
-    say(ranks, "# from submission until done, the main thread:")
-    say(
-        ranks,
+    ranks.say("# from submission until done, the main thread:")
+    ranks.say(
         f"#{'in synchronize':>16}{'sleeping':>12}{'in Python':>12}{'p25':>10}{'p75':>10}{'x sleeping':>12}{'p25':>8}"
-        f"{'p75':>8}",
+        f"{'p75':>8}"
     )
-    say(
-        ranks,
+    ranks.say(
         f" {blocked.median:>16.3f}{slept.median:>12.3f}{ran.median:>12.3f}{ran.p25:>10.3f}{ran.p75:>10.3f}"
-        f"{ratio.median:>12.2f}{ratio.p25:>8.2f}{ratio.p75:>8.2f}",
+        f"{ratio.median:>12.2f}{ratio.p25:>8.2f}{ratio.p75:>8.2f}"
     )
     return {
         "contestant": OURS,
@@ -273,10 +240,6 @@ def run_python(iterations: int = 2000) -> int:
     for number in range(iterations):
         total += number & 7
     return total
-
-
-def _nothing() -> None:
-    """No progress is shown: a few seconds at most."""
 
 
 if __name__ == "__main__":

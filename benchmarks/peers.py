@@ -1,17 +1,21 @@
 """The others in the race, each called as its users call it: mpi4py's collectives and torch.distributed's gloo on the
 CPU; on a GPU torch.distributed over NCCL, and CuPy's own cupyx.distributed. (NCCL itself is one of our planner's
 choices, and called through us. The prototype and plain sockets have files of their own.)
+
+What a library cannot do for a row raises Unavailable.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 
 from benchmarks.collective import Case, Forced, Result, Unavailable
-from benchmarks.device import HOST, Cuda, Host
+from benchmarks.device import HOST, Cuda, Memory
 from benchmarks.prototype import Prototype
 from benchmarks.ranks import Ranks
 from benchmarks.sockets import Sockets
@@ -39,11 +43,7 @@ class Mpi:
         self._operations = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
     def operation(self, case: Case) -> Any:
-        """The MPI reduction for this row.
-
-        Raises:
-            Unavailable: MPI has no such reduction for this dtype.
-        """
+        """The MPI reduction for this row."""
         # Half precision is in some MPI libraries and not in others: trying it tells.
         if case.dtype.char not in _TYPECODES + "e" or (case.dtype.kind == "c" and case.op in ("min", "max")):
             raise Unavailable(f"mpi: no {case.op} of {case.dtype.name}")
@@ -94,13 +94,8 @@ class Torch:
             getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
         )
         reduction = distributed.ReduceOp
-        self._operations = {
-            "sum": reduction.SUM,
-            "avg": reduction.SUM,
-            "prod": reduction.PRODUCT,
-            "min": reduction.MIN,
-            "max": reduction.MAX,
-        }
+        self._operations = {"sum": reduction.SUM, "avg": reduction.SUM, "prod": reduction.PRODUCT}
+        self._operations |= {"min": reduction.MIN, "max": reduction.MAX}
 
     def join(self, ranks: Ranks) -> None:
         """Connect the ranks; rank 0 listens on a port that the system chooses."""
@@ -117,21 +112,13 @@ class Torch:
         self.distributed.init_process_group(self.backend, store=store, rank=ranks.rank, world_size=ranks.size)
 
     def operation(self, case: Case) -> Any:
-        """The reduction for this row.
-
-        Raises:
-            Unavailable: the backend would need another dtype.
-        """
+        """The reduction for this row; unavailable where the backend would need another dtype."""
         if case.dtype.kind == "c" or (case.op == "avg" and case.dtype.kind in "ui"):
             raise Unavailable(f"{self.name}: no {case.op} of {case.dtype.name}")
         return self._operations[case.op]
 
     def tensor(self, array: Any) -> Any:
-        """The same memory as a tensor.
-
-        Raises:
-            Unavailable: torch has no such dtype.
-        """
+        """The same memory as a tensor."""
         try:
             if array.dtype.name == "bfloat16":
                 return self.wrapped(array.view(np.int16)).view(self.torch.bfloat16)
@@ -185,22 +172,14 @@ class Cupyx:
         self.backend: Any = distributed.init_process_group(ranks.size, ranks.rank, use_mpi=True)
 
     def operation(self, case: Case) -> str:
-        """The reduction's name for this row.
-
-        Raises:
-            Unavailable: the backend has no such reduction, or not for this dtype.
-        """
+        """The reduction's name for this row."""
         if case.op == "avg":
             raise Unavailable("cupyx: no avg")
         self.plain(case.send)
         return case.op
 
     def plain(self, array: Any) -> Any:
-        """The array, if the backend takes its dtype.
-
-        Raises:
-            Unavailable: it does not.
-        """
+        """The array, if the backend takes its dtype."""
         if array.dtype.char not in "bBiIlLqQefdFD":
             raise Unavailable(f"cupyx: no {array.dtype.name}")
         return array
@@ -222,7 +201,7 @@ _CLASSES: dict[str, type[Peer]] = {
 }
 
 
-def connect(name: str, ranks: Ranks, memory: Host | Cuda = HOST) -> Peer | str:
+def connect(name: str, ranks: Ranks, memory: Memory = HOST) -> Peer | str:
     """Start a peer on all ranks at once; where that fails on any rank, the reason, the same on every rank."""
     peer: Peer | None = None
     reason = None
@@ -247,14 +226,16 @@ def connect(name: str, ranks: Ranks, memory: Host | Cuda = HOST) -> Peer | str:
     return ranks.agree(reason) or peer
 
 
-def connect_all(names: tuple[str, ...], ranks: Ranks, memory: Host | Cuda) -> dict[str, Peer]:
-    """Start those of the peers that can be; rank 0 prints why another cannot. ``nccl`` needs no start."""
-    peers: dict[str, Peer] = {}
-    for name in names:
-        if name != "nccl":
-            peer = connect(name, ranks, memory)
+@contextmanager
+def connect_all(names: Iterable[str], ranks: Ranks, memory: Memory = HOST) -> Iterator[dict[str, Peer]]:
+    """Those of the peers that can be started; rank 0 prints why another cannot. ``nccl`` needs no start."""
+    with ExitStack() as stack:
+        peers: dict[str, Peer] = {}
+        for name in dict.fromkeys(names):
+            peer = "" if name == "nccl" else connect(name, ranks, memory)
             if not isinstance(peer, str):
+                stack.callback(peer.close)
                 peers[name] = peer
-            elif ranks.rank == 0:
-                print(f"# {peer}", flush=True)
-    return peers
+            elif peer:
+                ranks.say(f"# {peer}")
+        yield peers

@@ -1,62 +1,37 @@
-"""The plot: bus bandwidth against size, one line a contestant. ``python -m benchmarks.plot RESULTS.json
-PICTURE.png``."""
+"""The plot of bus bandwidth against size: ``python -m benchmarks.plot RESULTS.json PICTURE.png`` draws it again."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cli import Parser
-from benchmarks.floor import NAME as FLOOR
-from benchmarks.record import OURS
+from benchmarks.collective import FLOOR
+from benchmarks.measure import OURS
 
 # Okabe and Ito's palette: told apart with every kind of colour vision, and in print.
 _COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5C00", "#B0B000")
 _OUR_COLOUR = "#0072B2"
 _MARKERS = "sD^vP*X"
 _LIMIT = "limit (memcpy)"
-_INK, _PALE = "#222222", "#D9D9D9"
+INK, GREY, _PALE = "#222222", "#888888", "#D9D9D9"
 
 
 def plot(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
-    """Draw the content of a JSON file.
-
-    Args:
-        content: what ``benchmarks.report.document`` returned.
-        file: where to write; its suffix is replaced, as PNG and SVG are both written.
-
-    Returns:
-        The two files.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """Draw what `benchmarks.report.document` returned; returns the `pictures`."""
     from matplotlib.ticker import FuncFormatter
 
     records = [record for record in content["records"] if record["time"]]
     modes = list(dict.fromkeys(record["mode"] for record in records))
-    style: dict[Any, Any] = {
-        "font.size": 10,
-        "text.color": _INK,
-        "axes.labelcolor": _INK,
-        "axes.edgecolor": "#888888",
-        "svg.hashsalt": "collectives",
-    }
-    with matplotlib.rc_context(style):
-        figure, grid = pyplot.subplots(
-            1,
-            max(1, len(modes)),
-            figsize=(2.2 + 4.9 * max(1, len(modes)), 4.9),
-            sharey=True,
-            squeeze=False,
-            layout="constrained",
-        )
+    size = (2.2 + 4.9 * max(1, len(modes)), 4.9)
+    with drawing(file, max(1, len(modes)), size, _title(content, records), sharey=True) as (figure, panels):
         styles = _styles(records)
         handles: dict[str, Any] = {}
-        for axes, mode in zip(grid[0], modes, strict=False):
+        for axes, mode in zip(panels, modes, strict=False):
             for (dtype, op, contestant), points in _lines(records, mode).items():
                 label = _label(records, dtype, op, contestant)
                 (handles[label],) = axes.plot(
@@ -68,21 +43,53 @@ def plot(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
             axes.set_yscale("log")
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.grid(True, which="major", color=_PALE, linewidth=0.6)
-            axes.set_axisbelow(True)
-            axes.tick_params(which="both", length=0)
-            axes.spines[["top", "right"]].set_visible(False)
-        grid[0][0].set_ylabel("bus bandwidth (GB/s)")
-        figure.suptitle(_title(content, records), x=0.01, ha="left", fontsize=11)
+            tidy(axes, "both")
+        panels[0].set_ylabel("bus bandwidth (GB/s)")
         if handles:
             # The limit is the legend's last entry, even after contestants that appear only in the second panel.
             handles = dict(sorted(handles.items(), key=lambda item: item[0].startswith(_LIMIT)))
             figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
-        written = file.with_suffix(".png"), file.with_suffix(".svg")
-        figure.savefig(written[0], dpi=160)
-        figure.savefig(written[1], metadata={"Date": None})
+    return pictures(file)
+
+
+def pictures(file: Path) -> tuple[Path, Path]:
+    """The two files that are drawn: the suffix is replaced, as PNG and SVG are both written."""
+    return file.with_suffix(".png"), file.with_suffix(".svg")
+
+
+@contextmanager
+def drawing(
+    file: Path, panels: int, size: tuple[float, float], title: str, **options: Any
+) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """A figure and its panels, side by side; written afterwards."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style: dict[Any, Any] = {
+        "font.size": 10,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": GREY,
+        "svg.hashsalt": "collectives",
+    }
+    with matplotlib.rc_context(style):
+        figure, grid = pyplot.subplots(1, panels, figsize=size, squeeze=False, layout="constrained", **options)
+        yield figure, grid[0]
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        png, svg = pictures(file)
+        figure.savefig(png, dpi=160)
+        figure.savefig(svg, metadata={"Date": None})
         pyplot.close(figure)
-    return written
+
+
+def tidy(axes: Any, grid: str) -> None:
+    """Pale lines behind the data along the axes ``grid``, and no frame."""
+    axes.grid(True, which="major", axis=grid, color=_PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", length=0)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _lines(records: list[dict[str, Any]], mode: str) -> dict[tuple[str, str, str], list[tuple[float, float]]]:
@@ -114,7 +121,7 @@ def _styles(records: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[st
                     "zorder": 4,
                 }
             elif contestant == FLOOR:
-                look = {"color": "#888888", "linewidth": 1.2, "marker": "", "zorder": 2}
+                look = {"color": GREY, "linewidth": 1.2, "marker": "", "zorder": 2}
             else:
                 index = others.index(contestant)
                 marker = _MARKERS[index % len(_MARKERS)]
@@ -154,20 +161,19 @@ def short_bytes(value: float) -> str:
     return f"{value:g}"
 
 
-def main() -> None:
-    """Draw a JSON file again."""
-    flags = Parser(prog="benchmarks.plot", description="Draw the JSON file of a benchmark, as PNG and as SVG.")
-    flags.add_argument("results", type=Path, help="what a benchmark wrote with --json")
+def redraw(program: str, what: str, draw: Callable[[dict[str, Any], Path], tuple[Path, Path]]) -> None:
+    """The program that draws a JSON file again."""
+    flags = Parser(prog=program, description=f"Draw {what}, as PNG and as SVG.")
+    flags.add_argument("results", type=Path, help=what)
     flags.add_argument("picture", type=Path, help="where to draw; .png and .svg are both written")
     options = flags.parse_args()
     try:
-        content = json.loads(options.results.read_text())
-        written = plot(content, options.picture)
+        written = draw(json.loads(options.results.read_text()), options.picture)
     except (OSError, ValueError, KeyError) as error:
-        print(f"benchmarks.plot: error: {options.results}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{program}: error: {options.results}: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
     print(*written)
 
 
 if __name__ == "__main__":
-    main()
+    redraw("benchmarks.plot", "the JSON file of a benchmark", plot)

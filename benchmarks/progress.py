@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+import numpy as np
+
+from benchmarks.device import HOST, Memory
+from benchmarks.measure import Call, alternate
+from benchmarks.ranks import Ranks
 
 _LAUNCHERS = ("mpirun", "mpiexec", "prte", "prun", "orte", "hydra", "collectivesrun")
 _PAUSE = 0.2
@@ -14,14 +21,13 @@ _PAUSE = 0.2
 
 
 class Progress:
-    """Counts steps, and shows them when ``visible`` and rich is installed. Draws between measurements only: no
-    thread."""
+    """Counts steps, and shows them where rich is installed. Draws between measurements only: no thread."""
 
-    def __init__(self, total: int, visible: bool) -> None:
+    def __init__(self, total: int, ranks: Ranks) -> None:
         self._bar: Any = None
         self._done = 0
         self._drawn = 0.0
-        if visible:
+        if ranks.rank == 0 and watched():
             try:
                 from rich import progress
                 from rich.console import Console
@@ -61,6 +67,15 @@ class Progress:
 
     def __exit__(self, *failure: object) -> None:
         self.clear()
+
+
+def time_in_turn(
+    ranks: Ranks, calls: Mapping[str, Call], warmup: int, rounds: int, memory: Memory = HOST
+) -> dict[str, np.ndarray]:
+    """Seconds of every call in every round, by name; see `alternate`."""
+    with Progress(warmup + rounds, ranks) as progress:
+        seconds = alternate(ranks, list(calls.values()), warmup, rounds, progress.tick, memory=memory)
+    return dict(zip(calls, seconds, strict=True))
 
 
 def watched() -> bool:

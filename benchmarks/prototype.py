@@ -37,14 +37,10 @@ _UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maxi
 class Prototype:
     """The peer of this name; see the module."""
 
-    name = calls = "prototype"
+    name, calls = "prototype", "by_itself"
 
     def join(self, ranks: Ranks) -> None:
-        """Map the peer's words.
-
-        Raises:
-            Unavailable: there are not two ranks on one host.
-        """
+        """Map the peer's words; unavailable without exactly two ranks on one host."""
         if (ranks.size, ranks.local_size) != (2, 2):
             raise Unavailable(
                 f"prototype: needs two ranks on one host; there are {ranks.size}, {ranks.local_size} of them here"
@@ -68,11 +64,7 @@ class Prototype:
         return np.frombuffer(memory, np.uint8, array.nbytes, start).view(array.dtype)
 
     def _meet(self, word: int) -> None:
-        """Write this rank's word, and wait for its peer's.
-
-        Raises:
-            TimeoutError: the peer has not come in time.
-        """
+        """Write this rank's word, and wait for its peer's; raises TimeoutError."""
         peers, turn = self._peers, self._turn
         self._mine[word] = turn
         started = 0.0
@@ -85,11 +77,7 @@ class Prototype:
                 raise TimeoutError(f"prototype: rank {1 - self._rank} has not come within {_PATIENCE:g} s")
 
     def allreduce(self, case: Case, mode: str) -> Result:
-        """A call that reduces in place; collective.
-
-        Raises:
-            Unavailable: the row is out of place, or wants an average.
-        """
+        """A call that reduces in place; collective. Unavailable for rows out of place, and averages."""
         if mode != IN_PLACE or case.op not in _UFUNCS:
             raise Unavailable("prototype: in place only, and no average")
         block = case.work
@@ -134,8 +122,7 @@ def _file(nbytes: int) -> np.ndarray:
 
 
 def place_of(array: np.ndarray) -> tuple[int, int, int] | None:
-    """Process, descriptor, and offset in bytes of an array in a file that this process has open; None for private
-    memory."""
+    """Process, descriptor, and offset in bytes of an array in an open file; None for private memory."""
     address = array.ctypes.data
     for line in Path("/proc/self/maps").read_text().splitlines():
         extent, _, offset, device, inode = line.split()[:5]

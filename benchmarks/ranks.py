@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 import collectives
-
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+from collectives.launch.rank import RANK_VARIABLES
 
 
 def launched_rank(environment: Mapping[str, str] | None = None) -> int:
     """This process's rank as the launcher tells it, before any MPI is started; 0 without a launcher."""
     source = os.environ if environment is None else environment
-    for variable in _RANK_VARIABLES:
+    for variable in RANK_VARIABLES:
         if source.get(variable, "").isdigit():
             return int(source[variable])
     return 0
@@ -34,7 +34,7 @@ class Ranks:
         self.size: int = collectives.size()
         self.local_size: int = collectives.local_size()
         self.comm: Any = None
-        self.barrier: Any = _nothing
+        self.barrier: Any = lambda: None
         if self.size > 1:
             from mpi4py import MPI
 
@@ -53,6 +53,11 @@ class Ranks:
         """The sum over all ranks, on every rank."""
         return int(self._combine(np.array([value], np.int64), "SUM")[0])
 
+    def say(self, text: str) -> None:
+        """Print on rank 0."""
+        if self.rank == 0:
+            print(text, flush=True)
+
     def agree(self, problem: str | None) -> str | None:
         """None when no rank has a problem; otherwise, on every rank, the first one's text."""
         return next((text for text in self.gather(problem) if text), None)
@@ -69,5 +74,14 @@ class Ranks:
         return values
 
 
-def _nothing() -> None:
-    """The barrier of one rank."""
+@contextmanager
+def session() -> Iterator[Ranks]:
+    """The ranks of a run; the engine is started and shut down, unless the caller had started it."""
+    started = not collectives.is_initialized()
+    if started:
+        collectives.init()
+    try:
+        yield Ranks()
+    finally:
+        if started:
+            collectives.shutdown()

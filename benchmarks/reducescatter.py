@@ -6,89 +6,46 @@ what a rank must read of its peers' inputs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 import collectives
-from benchmarks.collective import (
-    OPERATIONS,
-    OUT_OF_PLACE,
-    Case,
-    Collective,
-    Forced,
-    Result,
-    bytes_of_peers,
-    per_rank,
-    share_of_peers,
-    whole,
-)
+from benchmarks.collective import OPERATIONS, Case, Collective, Forced, Result, fills
 from benchmarks.peers import Cupyx, Mpi, Torch
 from benchmarks.run import main
 from benchmarks.values import Values
 
 
-def wrong(case: Case, values: Values, result: np.ndarray) -> int:
-    return values.wrong_reduced(result, case.rank * case.count)
+class Reducescatter(Collective):
+    name = "reducescatter"
+    reduces = True
+
+    def send_parts(self, ranks: int) -> int:
+        return ranks
+
+    def wrong(self, case: Case, values: Values, result: np.ndarray) -> int:
+        return values.wrong_reduced(result, case.rank * case.count)
+
+    def ours(self, forced: Forced, case: Case, mode: str) -> Result:
+        op = getattr(collectives, OPERATIONS[case.op])
+        return lambda: collectives.reducescatter(case.send, op=op, **forced)
+
+    def persistent(self, case: Case, mode: str) -> Result:
+        return collectives.reducescatter_init(case.send, op=getattr(collectives, OPERATIONS[case.op]))
+
+    def mpi(self, peer: Mpi, case: Case, mode: str) -> Result:
+        call = fills(case.work, peer.comm.Reduce_scatter_block, case.send, case.work, peer.operation(case))
+        return peer.averaged(case, call)
+
+    def torch(self, peer: Torch, case: Case, mode: str) -> Result:
+        op, send, work = peer.operation(case), peer.tensor(case.send), peer.tensor(case.work)
+        return peer.averaged(case, work, fills(case.work, peer.reduce_scatter, work, send, op))
+
+    def cupyx(self, peer: Cupyx, case: Case, mode: str) -> Result:
+        op, work = peer.operation(case), case.work
+        return fills(work, peer.backend.reduce_scatter, case.send, work, work.size, op)
 
 
-def ours(forced: Forced, case: Case, mode: str) -> Result:
-    op = getattr(collectives, OPERATIONS[case.op])
-    return lambda: collectives.reducescatter(case.send, op=op, **forced)
-
-
-def persistent(case: Case, mode: str) -> Result:
-    op = getattr(collectives, OPERATIONS[case.op])
-    return collectives.reducescatter_init(case.send, op=op)
-
-
-def mpi(peer: Mpi, case: Case, mode: str) -> Result:
-    op, send, work = peer.operation(case), case.send, case.work
-
-    def call() -> Any:
-        peer.comm.Reduce_scatter_block(send, work, op)
-        return work
-
-    return peer.averaged(case, call)
-
-
-def torch(peer: Torch, case: Case, mode: str) -> Result:
-    op, send, work = peer.operation(case), peer.tensor(case.send), peer.tensor(case.work)
-
-    def call() -> Any:
-        peer.reduce_scatter(work, send, op)
-        return case.work
-
-    return peer.averaged(case, work, call)
-
-
-def cupyx(peer: Cupyx, case: Case, mode: str) -> Result:
-    op, send, work = peer.operation(case), case.send, case.work
-
-    def call() -> Any:
-        peer.backend.reduce_scatter(send, work, work.size, op)
-        return work
-
-    return call
-
-
-REDUCESCATTER = Collective(
-    name="reducescatter",
-    reduces=True,
-    rooted=False,
-    modes=(OUT_OF_PLACE,),
-    send_parts=per_rank,
-    receive_parts=whole,
-    factor=share_of_peers,
-    limit=bytes_of_peers,
-    limit_text="S(n-1)/n bytes on every rank at once",
-    wrong=wrong,
-    ours=ours,
-    persistent=persistent,
-    mpi=mpi,
-    torch=torch,
-    cupyx=cupyx,
-)
+REDUCESCATTER = Reducescatter()
 
 if __name__ == "__main__":
     main(REDUCESCATTER)

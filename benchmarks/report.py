@@ -9,23 +9,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import collectives
 from benchmarks.cli import Settings
 from benchmarks.collective import Collective
-from benchmarks.record import Record
-from benchmarks.room import read
+from benchmarks.device import read
+from benchmarks.measure import Record
+from benchmarks.ranks import Ranks
+from collectives.launch.report import version
 from collectives.worlds.summary import mpi_version
 
 _PACKAGES = ("numpy", "mpi4py", "numkong", "ml_dtypes", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, cores, caches, system, MPI library, versions. No names of hosts or
-    users."""
+    """Processor, cores, caches, system, MPI library, versions; no names of hosts or users."""
     model = next(
         (line.split(":", 1)[1].strip() for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")),
         "",
@@ -44,7 +44,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "mpi": mpi_library(),
         "packages": {"collectives": collectives.__version__}
-        | {name: installed for name in _PACKAGES if (installed := _version(name))},
+        | {name: installed for name in _PACKAGES if (installed := version(name))},
     }
 
 
@@ -54,13 +54,6 @@ def mpi_library() -> str:
     if not mpi:
         return ""
     return mpi_version(mpi.Get_library_version())
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def document(collective: Collective, ranks: int, settings: Settings, records: Sequence[Record]) -> dict[str, Any]:
@@ -80,3 +73,16 @@ def document(collective: Collective, ranks: int, settings: Settings, records: Se
 
 def write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_results(path: Path | None, ranks: Ranks, benchmark: str, unit: str, content: dict[str, Any]) -> None:
+    """Write what an engine's benchmark has measured, on rank 0; None: no file is asked for."""
+    if path is not None and ranks.rank == 0:
+        head = {"benchmark": benchmark, "ranks": ranks.size, "machine": machine(), "unit": unit}
+        write(path, {**head, **content})
+
+
+def place_of(ranks: Ranks) -> str:
+    """How many ranks there are, and how many cores each may use."""
+    here = machine()
+    return f"{ranks.size} ranks, each on {here['usable_cores']} of {here['cores']} cores"

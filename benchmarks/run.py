@@ -9,14 +9,14 @@ from itertools import product
 import numpy as np
 
 import collectives
-from benchmarks import cli, report, room, table
+from benchmarks import cli, report, table
 from benchmarks.collective import IN_PLACE, OUT_OF_PLACE, Collective
-from benchmarks.contest import Contest, Peers
-from benchmarks.device import memories
+from benchmarks.contest import Contest
+from benchmarks.device import check_memory, memories
+from benchmarks.measure import OURS, Record
 from benchmarks.peers import connect_all
-from benchmarks.progress import Progress, watched
-from benchmarks.ranks import Ranks
-from benchmarks.record import OURS, Record
+from benchmarks.progress import Progress
+from benchmarks.ranks import Ranks, session
 
 Row = tuple[np.dtype, str, int, int]
 """(dtype, operation, count, size in bytes)"""
@@ -25,14 +25,8 @@ Row = tuple[np.dtype, str, int, int]
 def main(collective: Collective, arguments: Sequence[str] | None = None) -> None:
     """Run a benchmark as a program: ends the process with status 1 after wrong values and 2 after wrong arguments."""
     settings = cli.settings(cli.parser(collective.name, collective.reduces, collective.rooted), arguments)
-    started = not collectives.is_initialized()
-    if started:
-        collectives.init()
-    try:
-        status = run(collective, settings, Ranks())
-    finally:
-        if started:
-            collectives.shutdown()
+    with session() as ranks:
+        status = run(collective, settings, ranks)
     if status:
         sys.exit(status)
 
@@ -48,15 +42,13 @@ def run(collective: Collective, settings: cli.Settings, ranks: Ranks) -> int:
         if ranks.rank == 0:
             print(f"benchmarks.{collective.name}: error: {problem}", file=sys.stderr, flush=True)
         return 2
-    peers: Peers = {}
     records: list[Record] = []
-    try:
-        peers = connect_all(settings.peers, ranks, place)
-        _say(ranks, _preamble(collective, ranks, settings))
-        _say(ranks, table.header(collective, settings.iterations, settings.warmup))
+    with connect_all(settings.peers, ranks, place) as peers:
+        ranks.say(_preamble(collective, ranks, settings))
+        ranks.say(table.header(collective, settings.iterations, settings.warmup))
         contest = Contest(collective, settings, ranks, peers, largest, places)
         rounds = len(rows) * len(collective.modes) * (settings.warmup + settings.iterations)
-        with Progress(rounds, ranks.rank == 0 and watched()) as progress:
+        with Progress(rounds, ranks) as progress:
             for dtype, op, count, _ in rows:
                 case = contest.case(dtype, op, count)
                 ours: dict[str, Record] = {}
@@ -65,10 +57,7 @@ def run(collective: Collective, settings: cli.Settings, ranks: Ranks) -> int:
                     records += row
                     ours |= {record.mode: record for record in row if record.contestant == OURS}
                 progress.clear()
-                _say(ranks, table.row(ours.get(OUT_OF_PLACE), ours.get(IN_PLACE)))
-    finally:
-        for peer in peers.values():
-            peer.close()
+                ranks.say(table.row(ours.get(OUT_OF_PLACE), ours.get(IN_PLACE)))
     if ranks.rank == 0:
         _finish(collective, settings, ranks, records)
     return 1 if any(record.wrong for record in records) else 0
@@ -88,7 +77,7 @@ def problem_with(settings: cli.Settings, ranks: Ranks, largest: int, available: 
     """What only a started run can find out: too few ranks for the root, too little memory."""
     if settings.root >= ranks.size:
         return f"argument -r/--root: {settings.root} is not a rank; there are {ranks.size}, numbered from 0"
-    return room.check_memory(
+    return check_memory(
         largest, bool(settings.peers), ranks.local_size, available, len({"private", *settings.memories})
     )
 
@@ -96,18 +85,18 @@ def problem_with(settings: cli.Settings, ranks: Ranks, largest: int, available: 
 def _finish(collective: Collective, settings: cli.Settings, ranks: Ranks, records: list[Record]) -> None:
     """What follows the rows: who could not take part, the comparison, the closing lines, and the files."""
     for reason in dict.fromkeys(record.unavailable for record in records if record.unavailable):
-        _say(ranks, f"# n/a: {reason}")
+        ranks.say(f"# n/a: {reason}")
     if len({record.contestant for record in records}) > 2:
-        _say(ranks, table.comparison(records))
-    _say(ranks, table.closing(records))
+        ranks.say(table.comparison(records))
+    ranks.say(table.closing(records))
     content = report.document(collective, ranks.size, settings, records)
     if settings.json:
         report.write(settings.json, content)
-        _say(ranks, f"# written: {settings.json}")
+        ranks.say(f"# written: {settings.json}")
     if settings.plot:
         from benchmarks.plot import plot
 
-        _say(ranks, f"# written: {', '.join(str(path) for path in plot(content, settings.plot))}")
+        ranks.say(f"# written: {', '.join(str(path) for path in plot(content, settings.plot))}")
 
 
 def _preamble(collective: Collective, ranks: Ranks, settings: cli.Settings) -> str:
@@ -123,8 +112,3 @@ def _preamble(collective: Collective, ranks: Ranks, settings: cli.Settings) -> s
         f"validation {int(settings.check)} device {settings.device} memory {','.join(settings.memories)}"
         + (f"; {settings.evict} bytes written before each call" if settings.evict else "")
     )
-
-
-def _say(ranks: Ranks, text: str) -> None:
-    if ranks.rank == 0:
-        print(text, flush=True)

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report, scaling_communication
-from benchmarks.scaling_launch import Interruption, Outcome, launcher, names_hosts, run
+from benchmarks.scaling_launch import Interruption, launcher, names_hosts, run
 from benchmarks.scaling_model import Point
 from benchmarks.scaling_options import Settings, parser, settings_of
 from benchmarks.scaling_plan import Case, doubts, order
 from benchmarks.scaling_report import analyse, document, text
-from benchmarks.scaling_throughput import Reading, read
+from benchmarks.scaling_throughput import read
 from collectives.launch.cli import cores
 from collectives.launch.mpirun import find
 
@@ -90,8 +90,7 @@ class Runs:
         self.failed = False
 
     def run(self) -> None:
-        """Every configuration once per repeat; and so the communication of each, where it is known how much there
-        is."""
+        """Every configuration once per repeat, and its communication where it is known how much there is."""
         for repeat, indices in enumerate(order(len(self.plan), self.settings.repeats), 1):
             for index in indices:
                 if index not in self.broken:
@@ -101,89 +100,85 @@ class Runs:
                 self._communication(key, repeat)
 
     def _throughput(self, index: int, repeat: int) -> None:
-        case, settings, before = self.plan[index], self.settings, load()
-        log = self.logs / f"{settings.mode}-{index + 1}-{case.slug}-run-{repeat}.txt"
-        command = launcher(case.ranks, settings.launch, case.command)
-        outcome = run(command, log, settings.timeout, interruption=self.interruption)
-        record = self._record(
-            outcome, kind="throughput", repeat=repeat, ranks=case.ranks, value=case.value, work=case.work, load=before
-        )
-        rate, problem = 0.0, outcome.problem
-        if not problem:
-            try:
-                reading = read(outcome.output, settings.patterns)
-                rate = reading.rate(settings.take, case.ranks, case.work)
-                self._note(record, reading, rate)
-            except ValueError as error:
-                problem = str(error)
-        if self._went_wrong(index, f"{case.label}, run {repeat}", outcome, problem, record):
-            return
-        self.rates[index].append(rate)
-        print(
-            f"# {case.label}, run {repeat}: {rate:,.1f} {self.unit or 'items'}/s ({outcome.seconds:.1f} s)", flush=True
-        )
+        case, settings = self.plan[index], self.settings
 
-    def _note(self, record: dict[str, Any], reading: Reading, rate: float) -> None:
-        self.unit = self.unit or reading.unit
-        meaning = "seconds per step" if reading.times else "items per second"
-        record |= {
-            "figures": reading.figures,
-            "figures_are": meaning,
-            "per_rank": reading.per_rank,
-            "pattern": reading.pattern,
-        }
-        record["rate"] = rate
+        def rate_in(output: str, record: dict[str, Any]) -> float:
+            reading = read(output, settings.patterns)
+            rate = reading.rate(settings.take, case.ranks, case.work)
+            self.unit = self.unit or reading.unit
+            record["figures_are"] = "seconds per step" if reading.times else "items per second"
+            record |= {"figures": reading.figures, "per_rank": reading.per_rank, "pattern": reading.pattern}
+            record["rate"] = rate
+            return rate
+
+        label = f"{case.label}, run {repeat}"
+        log = f"{settings.mode}-{index + 1}-{case.slug}-run-{repeat}.txt"
+        command = launcher(case.ranks, settings.launch, case.command)
+        told = {"kind": "throughput", "repeat": repeat, "ranks": case.ranks, "value": case.value, "work": case.work}
+        outcome = self._run(index, label, log, command, rate_in, {**told, "load": load()})
+        if outcome is not None:
+            rate, seconds = outcome
+            self.rates[index].append(rate)
+            print(f"# {label}: {rate:,.1f} {self.unit or 'items'}/s ({seconds:.1f} s)", flush=True)
 
     def _cost_of(self, index: int) -> tuple[int, int] | None:
         """(ranks, bytes) of a configuration's all-reduce; None where there is none, or no throughput to go with it."""
         case = self.plan[index]
-        return (
-            (case.ranks, case.gradients)
-            if case.ranks > 1 and case.gradients is not None and self.rates[index]
-            else None
-        )
+        if case.ranks > 1 and case.gradients is not None and self.rates[index]:
+            return case.ranks, case.gradients
+        return None
 
     def _communication(self, key: tuple[int, int], repeat: int) -> None:
         (ranks, nbytes), settings = key, self.settings
         model = settings.gradient_model
         what = ["--model", model] if model else ["--bytes", str(nbytes), "--tensors", str(settings.gradient_tensors)]
         program = [sys.executable, "-m", scaling_communication.__name__, *what, "--device", settings.gradient_device]
-        log = self.logs / f"communication-{nbytes}-bytes-{ranks}-ranks-run-{repeat}.txt"
+
+        def cost_in(output: str, record: dict[str, Any]) -> float:
+            record["seconds_per_step"] = cost = scaling_communication.milliseconds(output) / 1e3
+            return cost
+
         # The ranks import the benchmarks from where this process has, whatever folder they are started in.
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        outcome = run(
-            launcher(ranks, settings.launch, program), log, settings.timeout, {"PYTHONPATH": path}, self.interruption
-        )
-        record = self._record(outcome, kind="communication", repeat=repeat, ranks=ranks, bytes=nbytes)
-        cost, problem = 0.0, outcome.problem
-        if not problem:
-            try:
-                cost = scaling_communication.milliseconds(outcome.output) / 1e3
-                record["seconds_per_step"] = cost
-            except ValueError as error:
-                problem = str(error)
         label = f"communication of {nbytes} bytes, {ranks} ranks, run {repeat}"
-        if self._went_wrong(key, label, outcome, problem, record):
-            return
-        self.costs.setdefault(key, []).append(cost)
-        print(f"# {label}: {cost * 1e3:.3f} ms a step ({outcome.seconds:.1f} s)", flush=True)
+        log = f"communication-{nbytes}-bytes-{ranks}-ranks-run-{repeat}.txt"
+        command = launcher(ranks, settings.launch, program)
+        told = {"kind": "communication", "repeat": repeat, "ranks": ranks, "bytes": nbytes}
+        outcome = self._run(key, label, log, command, cost_in, told, {"PYTHONPATH": path})
+        if outcome is not None:
+            cost, seconds = outcome
+            self.costs.setdefault(key, []).append(cost)
+            print(f"# {label}: {cost * 1e3:.3f} ms a step ({seconds:.1f} s)", flush=True)
 
-    def _record(self, outcome: Outcome, **told: Any) -> dict[str, Any]:
-        """What the JSON file says of a run; kept here, to be filled in."""
+    def _run(
+        self,
+        key: object,
+        label: str,
+        log: str,
+        command: Sequence[str],
+        figure_in: Callable[[str, dict[str, Any]], float],
+        told: dict[str, Any],
+        environment: dict[str, str] | None = None,
+    ) -> tuple[float, float] | None:
+        """Run a command; its figure and its seconds, or None where it has failed, which is shown and not tried again.
+
+        ``figure_in`` finds the figure in the output, and adds to the record that the JSON file has of the run.
+        """
+        outcome = run(command, self.logs / log, self.settings.timeout, environment, self.interruption)
         ended = {"status": outcome.status, "wall_seconds": outcome.seconds, "log": str(outcome.log)}
         record = {**told, "command": list(outcome.command), **ended}
         self.records.append(record)
-        return record
-
-    def _went_wrong(self, key: object, label: str, outcome: Outcome, problem: str, record: dict[str, Any]) -> bool:
-        """Show a run that has failed, and do not try its like again."""
+        problem = outcome.problem
         if not problem:
-            return False
+            try:
+                return figure_in(outcome.output, record), outcome.seconds
+            except ValueError as error:
+                problem = str(error)
         record["problem"] = problem
         self.failed = True
         self.broken.add(key)
         print(f"benchmarks.scaling: error: {label}: {problem}\n{outcome.tail()}\n", file=sys.stderr, flush=True)
-        return True
+        return None
 
     def points(self) -> list[Point]:
         """What is known of the configurations of which any run has succeeded."""

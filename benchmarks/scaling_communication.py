@@ -18,7 +18,7 @@ from benchmarks.device import DEVICES, memory
 from benchmarks.gradients import Gradients, ours
 from benchmarks.measure import Summary, alternate
 from benchmarks.models import MODELS, Shapes, elements
-from benchmarks.session import say, session
+from benchmarks.ranks import session
 
 ITEM = 4
 """Bytes of an element."""
@@ -34,16 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = cli.Parser(
         prog="benchmarks.scaling_communication", description="Time the all-reduce of a step's gradients by itself."
     )
-    flags.add_argument("--bytes", type=cli.size, default=None, metavar="SIZE", help="of all gradients together")
-    flags.add_argument("--tensors", type=cli.whole_number(1), default=1, metavar="N", help="over which they are spread")
-    flags.add_argument(
-        "--model", choices=tuple(MODELS), default=None, help="instead of --bytes: the gradients of this model"
-    )
+    flags.add_argument("--bytes", type=cli.size, metavar="SIZE", help="of all gradients together")
+    flags.add_count("--tensors", default=1, help="over which they are spread")
+    flags.add_argument("--model", choices=tuple(MODELS), help="instead of --bytes: the gradients of this model")
     flags.add_argument("--device", choices=DEVICES, default="cpu", help="where the gradients lie")
-    flags.add_argument("-n", "--iters", type=cli.whole_number(1), default=30, metavar="N", help="timed steps")
-    flags.add_argument(
-        "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them"
-    )
+    flags.add_count("-n", "--iters", default=30, help="timed steps")
+    flags.add_count("-w", "--warmup", default=5, help="untimed steps before them", least=0)
     flags.set_defaults(peers=(), peers_of={})
     options = flags.parse_args(arguments)
     if (options.bytes is None) == (options.model is None):
@@ -57,27 +53,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gradients.fill()
         wrong = ranks.total(gradients.wrong(step()))
         if wrong:
-            say(ranks, f"benchmarks.scaling_communication: error: {wrong} wrong values")
+            ranks.say(f"benchmarks.scaling_communication: error: {wrong} wrong values")
             sys.exit(1)
         gradients.clear()
-        seconds = alternate(ranks, [step], options.warmup, options.iters, lambda: None, memory=place)
+        seconds = alternate(ranks, [step], options.warmup, options.iters, memory=place)
         told = {"tensors": len(shapes), "bytes": elements(shapes) * ITEM, "ranks": ranks.size}
-        say(ranks, _LINE.format(**told, **Summary.of(seconds[0] * 1e3).as_dict()))
+        ranks.say(_LINE.format(**told, **Summary.of(seconds[0] * 1e3).as_dict()))
 
 
 def spread(nbytes: int, tensors: int) -> Shapes:
-    """So many bytes, rounded up to whole elements, over tensors whose sizes differ by at most one element; none is
-    empty."""
+    """So many bytes, in whole elements, over tensors whose sizes differ by one element at most; none is empty."""
     count = max(tensors, -(-nbytes // ITEM))
     return {f"gradient{index}": (count // tensors + (index < count % tensors),) for index in range(tensors)}
 
 
 def milliseconds(output: str) -> float:
-    """The median out of what ``main`` printed.
-
-    Raises:
-        ValueError: it has printed none.
-    """
+    """The median out of what ``main`` printed; raises ValueError without one."""
     match = _READ.search(output)
     if match is None:
         raise ValueError("benchmarks.scaling_communication has printed no time")

@@ -1,5 +1,4 @@
-"""One run: ``collectivesrun -np N`` of a command, bounded, its output in a file, and nothing left of it when its time
-is up."""
+"""One run: ``collectivesrun -np N`` of a command, its output in a file; nothing of it outlives its time."""
 
 from __future__ import annotations
 
@@ -62,11 +61,7 @@ def launcher(ranks: int, options: Sequence[str], command: Sequence[str]) -> list
 
 
 def check_options(options: Sequence[str], ranks: int) -> None:
-    """Look whether collectivesrun would take these options for so many ranks.
-
-    Raises:
-        ValueError: no; says why.
-    """
+    """Raise ValueError if collectivesrun would not take these options for so many ranks."""
     from collectives.base.errors import InvalidArgumentError
     from collectives.launch.cli import check_arguments
 
@@ -87,8 +82,7 @@ def names_hosts(options: Sequence[str]) -> bool:
 
 
 class Interruption:
-    """Notes SIGINT and SIGTERM from now on. An exception out of the handler would be lost where Python ignores them, as
-    while it forks."""
+    """Notes SIGINT and SIGTERM; an exception out of a handler would be lost where Python ignores them, as in a fork."""
 
     def __init__(self) -> None:
         self.came = False

@@ -47,8 +47,7 @@ class Point:
     oversubscribed: bool = False
     """More ranks than cores: they take the cores from each other, so that no model of W workers holds."""
     best: bool = False
-    """Whether the quickest run counts, and the quickest communication, instead of the medians: what disturbs a run only
-    slows it."""
+    """Whether the quickest run and communication count, not the medians: what disturbs a run only slows it."""
 
     @property
     def rate(self) -> float:
@@ -121,11 +120,7 @@ class Fit:
 
 
 def fit(points: Sequence[Point], divided: bool) -> Fit | str:
-    """Fit G by least squares to every point whose T and C are known, but those with more ranks than cores.
-
-    Returns:
-        The fit, or the reason why there is none.
-    """
+    """Fit G by least squares to every point with T, C and cores enough; or return why there is no fit."""
     if all(point.step is None for point in points):
         return "it is not known how many items a step has: give --total, or --batch"
     if not any(point.communications for point in points):
@@ -193,8 +188,7 @@ def _is_number(text: str) -> bool:
 
 @dataclass(frozen=True)
 class RingCost:
-    """C(W) for numbers of ranks that were not measured, as a ring costs it: latency (W - 1) + transfer (W - 1)/W, in
-    seconds."""
+    """C(W) as a ring costs it, in seconds: latency (W - 1) + transfer (W - 1)/W."""
 
     latency: float
     transfer: float
@@ -204,8 +198,7 @@ class RingCost:
 
 
 def ring_cost(points: Sequence[Point]) -> RingCost | None:
-    """Least squares of the measured C(W), neither part below 0; with one measurement all of it is transfer. None:
-    nothing measured."""
+    """Least squares of the measured C(W), neither part below 0; of a single one all is transfer. None: not measured."""
     measured = [point for point in points if point.ranks > 1 and point.communications and not point.oversubscribed]
     if not measured:
         return None
@@ -238,8 +231,7 @@ class Prediction:
 
 
 def predict(model: Fit, cost: RingCost, ranks: Sequence[int], points: Sequence[Point]) -> list[Prediction]:
-    """Strong or weak scaling to other numbers of ranks; speed-up and efficiency refer to the smallest that was
-    measured."""
+    """Strong or weak scaling to other numbers of ranks, relative to the smallest that was measured."""
     first = min(points, key=lambda point: point.ranks)
     assert first.work is not None
     predictions = []

@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +72,17 @@ def parser() -> cli.Parser:
         "mode", choices=MODES, help="strong: fixed work, more ranks; weak: fixed work per rank; sweep: over --values"
     )
     flags.add_argument("-np", "--ranks", type=counts, required=True, metavar="N,N,...", help="numbers of ranks")
-    flags.add_argument(
-        "--total", type=cli.whole_number(1), default=None, metavar="N", help="items of a step of all ranks together"
-    )
+    flags.add_argument("--total", type=cli.whole_number(1), metavar="N", help="items of a step of all ranks together")
     flags.add_argument(
         "--batch",
         type=batch,
-        default=None,
         metavar="N",
         help="items of a step of one rank; 'value': what a sweep varies",
     )
     flags.add_argument(
         "--values", type=values, default=(), metavar="V,V,...", help="what a sweep puts in {value}; V@N: on N ranks"
     )
-    flags.add_argument("--pattern", default=None, metavar="REGEX", help=_PATTERN)
+    flags.add_argument("--pattern", metavar="REGEX", help=_PATTERN)
     flags.add_argument(
         "--per-rank", action="store_true", help="the pattern finds the throughput of one rank, not that of all together"
     )
@@ -95,12 +92,8 @@ def parser() -> cli.Parser:
         default="median",
         help="of several figures in a run; sum: each rank prints its own",
     )
-    flags.add_argument(
-        "--unit", default=None, metavar="WORD", help="what is counted (default: as the output says, or items)"
-    )
-    flags.add_argument(
-        "--repeats", type=cli.whole_number(1), default=3, metavar="N", help="runs of each configuration, in turn"
-    )
+    flags.add_argument("--unit", metavar="WORD", help="what is counted (default: as the output says, or items)")
+    flags.add_count("--repeats", default=3, help="runs of each configuration, in turn")
     flags.add_argument(
         "--best", action="store_true", help="the quickest of those runs counts, not the median: for a machine in use"
     )
@@ -108,15 +101,11 @@ def parser() -> cli.Parser:
         "--timeout", type=cli.whole_number(1), default=900, metavar="SECONDS", help="after which a run is ended"
     )
     flags.add_argument(
-        "--launch", default=None, metavar="OPTIONS", help="options of collectivesrun, in one word: '-H host1:4,host2:4'"
+        "--launch", metavar="OPTIONS", help="options of collectivesrun, in one word: '-H host1:4,host2:4'"
     )
     flags.add_argument("--gradient-bytes", type=sizes, default=(), metavar="SIZE", help=_BYTES)
-    flags.add_argument(
-        "--gradient-tensors", type=cli.whole_number(1), default=1, metavar="N", help="over which those bytes are spread"
-    )
-    flags.add_argument(
-        "--gradient-model", choices=tuple(MODELS), default=None, help="instead: the gradients of this model"
-    )
+    flags.add_count("--gradient-tensors", default=1, help="over which those bytes are spread")
+    flags.add_argument("--gradient-model", choices=tuple(MODELS), help="instead: the gradients of this model")
     flags.add_argument("--gradient-device", choices=DEVICES, default="cpu", help="where C(W) is measured")
     flags.add_argument(
         "--predict",
@@ -164,27 +153,9 @@ def settings_of(flags: cli.Parser, arguments: Sequence[str]) -> tuple[Settings, 
         options.output.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         flags.error(str(error))
-    settings = Settings(
-        mode=options.mode,
-        command=command,
-        ranks=options.ranks,
-        work=work,
-        values=options.values,
-        patterns=patterns,
-        take=options.take,
-        unit=options.unit or "",
-        repeats=options.repeats,
-        best=options.best,
-        timeout=options.timeout,
-        launch=launch,
-        gradient_bytes=nbytes,
-        gradient_tensors=options.gradient_tensors,
-        gradient_model=options.gradient_model,
-        gradient_device=options.gradient_device,
-        predict=options.predict,
-        output=options.output,
-    )
-    return settings, plan
+    options.unit = options.unit or ""
+    settled = {"command": command, "work": work, "patterns": patterns, "launch": launch, "gradient_bytes": nbytes}
+    return Settings(**{field.name: getattr(options, field.name, None) for field in fields(Settings)} | settled), plan
 
 
 def launched_by_mpi() -> bool:

@@ -22,8 +22,7 @@ class Case:
     command: tuple[str, ...]
     """The user's, filled in."""
     work: int | None = None
-    """Items of one step of all ranks together; None: not known, so that there are throughputs but no times of a
-    step."""
+    """Items of one step of all ranks together; None: not known, so that there are no times of a step."""
     value: str | None = None
     """What a sweep varies."""
     gradients: int | None = None
@@ -59,8 +58,7 @@ class Work:
         return self.total is not None
 
     def of(self, ranks: int, value: str | None) -> tuple[int | None, int | None]:
-        """(items of all ranks together, items of one rank) of a step; a rank's are None where they are no whole
-        number."""
+        """Items of a step of all ranks together, and of one rank; None where that is no whole number."""
         if self.total is not None:
             return self.total, self.total // ranks if self.total % ranks == 0 else None
         each = int(value) if self.batch_is_value and value is not None else self.batch
@@ -88,10 +86,7 @@ def cases(
     """Every configuration of a study.
 
     Args:
-        mode: ``strong``, ``weak`` or ``sweep``.
-        command: the user's, with placeholders.
         ranks: the numbers of ranks; a sweep goes over all of its values at each.
-        work: how much a step does.
         values: of a sweep, each with a number of ranks of its own or None.
         gradients: bytes that a step all-reduces: none, one number for all, or one for each value.
 

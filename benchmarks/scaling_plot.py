@@ -1,59 +1,29 @@
-"""A scaling study's plot. ``python -m benchmarks.scaling_plot scaling-output/scaling.json picture.png`` draws it
-again."""
+"""A scaling study's plot: ``python -m benchmarks.scaling_plot scaling.json picture.png`` draws it again."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cli import Parser
+from benchmarks.plot import GREY, INK, drawing, pictures, redraw, tidy
 
 # Okabe and Ito's palette: told apart with every kind of colour vision, and in print.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_INK, _PALE, _GREY = "#222222", "#D9D9D9", "#888888"
 _MODEL = {"color": "#D55E00", "linewidth": 1.6, "linestyle": (0, (5, 2))}
 
 
 def plot(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
-    """Draw the content of a study's JSON file.
-
-    Args:
-        content: what ``benchmarks.scaling_report.document`` returned.
-        file: where to write; its suffix is replaced, as PNG and SVG are both written.
-
-    Returns:
-        The two files.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style: dict[Any, Any] = {
-        "font.size": 10,
-        "text.color": _INK,
-        "axes.labelcolor": _INK,
-        "axes.edgecolor": _GREY,
-        "svg.hashsalt": "collectives",
-    }
-    with matplotlib.rc_context(style):
-        panels: list[Callable[[Any, dict[str, Any]], None]] = [_speedup, _efficiency, _step]
-        if content["mode"] == "sweep":
-            panels = [_throughput_of_values, _efficiency_of_values, _step_of_values]
-        if not any(point["step"] for point in content["points"]):
-            del panels[2]
-        figure, grid = pyplot.subplots(
-            1, len(panels), figsize=(4.6 * len(panels) + 0.4, 4.9), squeeze=False, layout="constrained"
-        )
-        for axes, draw in zip(grid[0], panels, strict=True):
+    """Draw what `benchmarks.scaling_report.document` returned; returns the `pictures`."""
+    panels: list[Callable[[Any, dict[str, Any]], None]] = [_speedup, _efficiency, _step]
+    if content["mode"] == "sweep":
+        panels = [_throughput_of_values, _efficiency_of_values, _step_of_values]
+    if not any(point["step"] for point in content["points"]):
+        del panels[2]
+    with drawing(file, len(panels), (4.6 * len(panels) + 0.4, 4.9), _title(content)) as (_, grid):
+        for axes, draw in zip(grid, panels, strict=True):
             draw(axes, content)
-            axes.grid(True, axis="y", color=_PALE, linewidth=0.6)
-            axes.set_axisbelow(True)
-            axes.tick_params(which="both", length=0)
-            axes.spines[["top", "right"]].set_visible(False)
+            tidy(axes, "y")
             if axes.get_yscale() == "linear":
                 axes.set_ylim(bottom=0)
             handles, labels = axes.get_legend_handles_labels()
@@ -62,12 +32,7 @@ def plot(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
                 axes.legend(
                     handles, labels, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2
                 )
-        figure.suptitle(_title(content), x=0.01, ha="left", fontsize=11)
-        written = file.with_suffix(".png"), file.with_suffix(".svg")
-        figure.savefig(written[0], dpi=160)
-        figure.savefig(written[1], metadata={"Date": None})
-        pyplot.close(figure)
-    return written
+    return pictures(file)
 
 
 def _title(content: dict[str, Any]) -> str:
@@ -94,8 +59,7 @@ def _fitted(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _modelled(content: dict[str, Any]) -> list[tuple[int, float]]:
-    """(ranks, model's step) of strong or weak scaling, measured and predicted; not of ranks that shared cores, as C did
-    then."""
+    """(ranks, model's step), measured and predicted; not of ranks that shared cores, as C did then."""
     steps = [(point["ranks"], point["modelled"]) for point in _fitted(content) if point["modelled"]]
     return sorted(steps + [(point["ranks"], point["step"]) for point in content["predictions"]])
 
@@ -112,7 +76,7 @@ def _ranks_axis(axes: Any, content: dict[str, Any]) -> list[int]:
     if content["predictions"] and ranks[-1] > max(fitted):
         begin = (max(fitted) * min(count for count in ranks if count > max(fitted))) ** 0.5
         axes.axvspan(begin, ranks[-1] * 1.25, color="#F3F3F3", zorder=0)
-        axes.set_title("model: predicted", fontsize=9, loc="right", color=_GREY)
+        axes.set_title("model: predicted", fontsize=9, loc="right", color=GREY)
     return ranks
 
 
@@ -164,7 +128,7 @@ def _speedup(axes: Any, content: dict[str, Any]) -> None:
     first, fewest = _relative(content)
     ranks = _ranks_axis(axes, content)
     axes.set_yscale("log", base=2)
-    axes.plot(ranks, [count / fewest for count in ranks], color=_GREY, linewidth=1.2, label="ideal")
+    axes.plot(ranks, [count / fewest for count in ranks], color=GREY, linewidth=1.2, label="ideal")
     _measured(axes, content, lambda rate, count: rate / first["rate"])
     _model_line(axes, content, lambda rate, count: rate / first["rate"])
     ticks = sorted({1.0, *(count / fewest for count in ranks)})
@@ -182,7 +146,7 @@ def _efficiency(axes: Any, content: dict[str, Any]) -> None:
     def share(rate: float, count: int) -> float:
         return float(100 * rate / first["rate"] * fewest / count)
 
-    axes.plot(ranks, [100.0] * len(ranks), color=_GREY, linewidth=1.2, label="ideal")
+    axes.plot(ranks, [100.0] * len(ranks), color=GREY, linewidth=1.2, label="ideal")
     _measured(axes, content, share)
     _model_line(axes, content, share)
     axes.set_title("efficiency (%)", fontsize=10, loc="left")
@@ -257,25 +221,9 @@ def _step_of_values(axes: Any, content: dict[str, Any]) -> None:
         )
         if line:
             label = {"label": "model"} if index == 0 else {}
-            axes.plot(*zip(*line, strict=True), color=_INK, linewidth=1.3, linestyle=(0, (5, 2)), **label)
+            axes.plot(*zip(*line, strict=True), color=INK, linewidth=1.3, linestyle=(0, (5, 2)), **label)
     axes.set_title("a step (ms)", fontsize=10, loc="left")
 
 
-def main() -> None:
-    """Draw a JSON file again."""
-    flags = Parser(
-        prog="benchmarks.scaling_plot", description="Draw the JSON file of a scaling study, as PNG and as SVG."
-    )
-    flags.add_argument("results", type=Path, help="scaling.json")
-    flags.add_argument("picture", type=Path, help="where to draw; .png and .svg are both written")
-    options = flags.parse_args()
-    try:
-        written = plot(json.loads(options.results.read_text()), options.picture)
-    except (OSError, ValueError, KeyError) as error:
-        print(f"benchmarks.scaling_plot: error: {options.results}: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(*written)
-
-
 if __name__ == "__main__":
-    main()
+    redraw("benchmarks.scaling_plot", "the JSON file of a scaling study", plot)

@@ -52,12 +52,9 @@ class Study:
 def analyse(
     mode: str, command: Sequence[str], unit: str, divided: bool, points: Sequence[Point], further: Sequence[int]
 ) -> Study:
-    """Fit the model, and predict numbers of ranks of strong or weak scaling where there is a fit.
+    """Fit the model, and predict ``further`` numbers of ranks of strong or weak scaling where there is a fit.
 
-    Args:
-        mode, command, unit, divided: as in `Study`.
-        points: at least one.
-        further: what to predict; empty: 2, 4 and 8 times the most ranks that had cores of their own.
+    Unless any are named, these are 2, 4 and 8 times the most ranks that had cores of their own.
     """
     model, cost = fit(points, divided), ring_cost(points)
     predictions: list[Prediction] = []

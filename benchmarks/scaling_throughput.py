@@ -1,5 +1,4 @@
-"""Throughput out of what a program printed: by the user's regular expression, or by those of the programs that are well
-known."""
+"""Throughput out of what a program printed, by the user's regular expression or those of well-known programs."""
 
 from __future__ import annotations
 
@@ -60,11 +59,7 @@ KNOWN = (
 
 
 def user_pattern(text: str, per_rank: bool) -> Pattern:
-    """The user's own pattern.
-
-    Raises:
-        ValueError: it is no regular expression, or has no group that holds the figure.
-    """
+    """The user's pattern; ValueError if it is no regular expression, or has no group that holds the figure."""
     try:
         regex = re.compile(text)
     except re.error as error:

@@ -6,25 +6,57 @@ memcpy of S bytes on every rank at once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 import collectives
-from benchmarks.collective import (
-    OUT_OF_PLACE,
-    Case,
-    Collective,
-    Forced,
-    Result,
-    Unavailable,
-    fills,
-    unavailable,
-    whole,
-)
-from benchmarks.peers import Mpi, Torch
+from benchmarks.collective import Case, Collective, Forced, Result, Unavailable, fills
+from benchmarks.peers import Cupyx, Mpi, Torch
 from benchmarks.run import main
 from benchmarks.values import Values
+
+
+class Sendrecv(Collective):
+    name = "sendrecv"
+    limit_text = "S bytes on every rank at once"
+
+    def factor(self, ranks: int) -> float:
+        return 1.0
+
+    def limit(self, nbytes: int, ranks: int) -> int:
+        return nbytes
+
+    def wrong(self, case: Case, values: Values, result: np.ndarray) -> int:
+        return values.wrong(result, neighbours(case)[1])
+
+    def ours(self, forced: Forced, case: Case, mode: str) -> Result:
+        if forced:
+            raise Unavailable("collectives: messages between two ranks have no algorithm or transport to choose")
+        following, before = neighbours(case)
+        return lambda: collectives.sendrecv(case.send, following, case.work, before)
+
+    def persistent(self, case: Case, mode: str) -> Result:
+        raise Unavailable("persistent: messages between two ranks have no persistent form")
+
+    def mpi(self, peer: Mpi, case: Case, mode: str) -> Result:
+        following, before = neighbours(case)
+        send, work = peer.plain(case.send), peer.plain(case.work)
+        return fills(case.work, peer.comm.Sendrecv, send, following, 0, work, before, 0)
+
+    def torch(self, peer: Torch, case: Case, mode: str) -> Result:
+        following, before = neighbours(case)
+        both = [
+            peer.distributed.P2POp(peer.distributed.isend, peer.tensor(case.send), following),
+            peer.distributed.P2POp(peer.distributed.irecv, peer.tensor(case.work), before),
+        ]
+
+        def exchange() -> None:
+            for request in peer.distributed.batch_isend_irecv(both):
+                request.wait()
+
+        return fills(case.work, exchange)
+
+    def cupyx(self, peer: Cupyx, case: Case, mode: str) -> Result:
+        raise Unavailable("cupyx: no exchange with two different ranks")
 
 
 def neighbours(case: Case) -> tuple[int, int]:
@@ -32,56 +64,7 @@ def neighbours(case: Case) -> tuple[int, int]:
     return (case.rank + 1) % case.size, (case.rank - 1) % case.size
 
 
-def wrong(case: Case, values: Values, result: np.ndarray) -> int:
-    return values.wrong(result, neighbours(case)[1])
-
-
-def ours(forced: Forced, case: Case, mode: str) -> Result:
-    if forced:
-        raise Unavailable("collectives: messages between two ranks have no algorithm or transport to choose")
-    following, before = neighbours(case)
-    return lambda: collectives.sendrecv(case.send, following, case.work, before)
-
-
-def mpi(peer: Mpi, case: Case, mode: str) -> Result:
-    following, before = neighbours(case)
-    send, work = peer.plain(case.send), peer.plain(case.work)
-    return fills(case.work, peer.comm.Sendrecv, send, following, 0, work, before, 0)
-
-
-def torch(peer: Torch, case: Case, mode: str) -> Result:
-    following, before = neighbours(case)
-    send, work = peer.tensor(case.send), peer.tensor(case.work)
-    both = [
-        peer.distributed.P2POp(peer.distributed.isend, send, following),
-        peer.distributed.P2POp(peer.distributed.irecv, work, before),
-    ]
-
-    def call() -> Any:
-        for request in peer.distributed.batch_isend_irecv(both):
-            request.wait()
-        return case.work
-
-    return call
-
-
-SENDRECV = Collective(
-    name="sendrecv",
-    reduces=False,
-    rooted=False,
-    modes=(OUT_OF_PLACE,),
-    send_parts=whole,
-    receive_parts=whole,
-    factor=lambda ranks: 1.0,
-    limit=lambda nbytes, ranks: nbytes,
-    limit_text="S bytes on every rank at once",
-    wrong=wrong,
-    ours=ours,
-    persistent=unavailable("persistent: messages between two ranks have no persistent form"),
-    mpi=mpi,
-    torch=torch,
-    cupyx=unavailable("cupyx: no exchange with two different ranks"),
-)
+SENDRECV = Sendrecv()
 
 if __name__ == "__main__":
     main(SENDRECV)

@@ -29,14 +29,10 @@ _UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maxi
 class Sockets:
     """The peer of this name; see the module. The addresses are exchanged through MPI."""
 
-    name = calls = "sockets"
+    name, calls = "sockets", "by_itself"
 
     def join(self, ranks: Ranks) -> None:
-        """Connect every two ranks.
-
-        Raises:
-            Unavailable: there is one rank only.
-        """
+        """Connect every two ranks; unavailable for a single one."""
         if ranks.size == 1:
             raise Unavailable("sockets: a single rank has nobody to send to")
         self._rank, self._size = ranks.rank, ranks.size
@@ -55,11 +51,7 @@ class Sockets:
             link.setblocking(False)
 
     def allreduce(self, case: Case, mode: str) -> Result:
-        """A call that reduces in place.
-
-        Raises:
-            Unavailable: the row is out of place, or wants an average.
-        """
+        """A call that reduces in place. Unavailable for rows out of place, and averages."""
         if mode != IN_PLACE or case.op not in _UFUNCS:
             raise Unavailable("sockets: in place only, and no average")
         work, combine = case.work, _UFUNCS[case.op]
@@ -83,11 +75,7 @@ class Sockets:
         return call
 
     def _exchange(self, sends: Mapping[int, memoryview], receives: Mapping[int, memoryview]) -> None:
-        """Send and receive one block for each peer, all at once.
-
-        Raises:
-            ConnectionError: a peer has gone. TimeoutError: nothing has moved for `_PATIENCE`.
-        """
+        """Send and receive one block for each peer, all at once; raises if one has gone, or nothing moves for long."""
         outgoing = {self._links[peer]: block for peer, block in sends.items()}
         incoming = {self._links[peer]: block for peer, block in receives.items()}
         while outgoing or incoming:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from statistics import geometric_mean
 
 from benchmarks.cli import NCCL_TYPES
-from benchmarks.collective import IN_PLACE, OUT_OF_PLACE, Collective
-from benchmarks.floor import NAME as FLOOR
-from benchmarks.record import OURS, Record
+from benchmarks.collective import FLOOR, IN_PLACE, OUT_OF_PLACE, Collective
+from benchmarks.measure import OURS, Record
 
 _NCCL_NAME = {numpy: nccl for nccl, numpy in NCCL_TYPES.items()}
 
@@ -57,8 +56,7 @@ def _percent(record: Record | None) -> str:
 
 
 def comparison(records: Sequence[Record]) -> str:
-    """The second table: every contestant of every row, and how it compares with ours, call against neighbouring
-    call."""
+    """The second table: every contestant of every row, and its calls against our neighbouring ones."""
     width = max(len(record.contestant) for record in records)
     lines = [
         "#",

@@ -17,20 +17,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import collectives
 from benchmarks import cli, models, report
-from benchmarks.floor import NAME as FLOOR
-from benchmarks.floor import floor
-from benchmarks.measure import Summary, alternate
-from benchmarks.progress import Progress, watched
-from benchmarks.ranks import Ranks
-from benchmarks.record import OURS
-from benchmarks.session import say, session
+from benchmarks.collective import FLOOR, floor
+from benchmarks.measure import OURS, Summary, quartiles
+from benchmarks.progress import time_in_turn
+from benchmarks.ranks import Ranks, session
 from benchmarks.tf_strategy import strategy, sum_of
 
 ENGINE, FUNCTION, STRATEGY = "engine", "function", "strategy"
@@ -59,20 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0; wrong sums end the process with status 1."""
     flags = cli.Parser(prog="benchmarks.tf_step", description="An all-reduce of all gradients inside tf.function.")
     flags.add_argument("--model", choices=tuple(SHAPES), default="large", help="whose gradients")
-    flags.add_argument("--peers", type=cli.names("peer", PEERS), default=PEERS, metavar="LIST", help=", ".join(PEERS))
-    flags.add_argument("-n", "--iterations", type=cli.whole_number(1), default=20, metavar="N", help="timed rounds")
-    flags.add_argument(
-        "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed rounds before them"
-    )
-    flags.add_argument(
-        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
-    )
+    flags.add_names("--peers", "peer", PEERS, default=PEERS, help=", ".join(PEERS))
+    flags.add_count("-n", "--iterations", default=20, help="timed rounds")
+    flags.add_count("-w", "--warmup", default=5, help="untimed rounds before them", least=0)
+    flags.add_json()
     options = flags.parse_args(arguments)
     with session() as ranks:
         content = measure(options, ranks)
-        if options.json and ranks.rank == 0:
-            head = {"benchmark": "tf_step", "ranks": ranks.size, "machine": report.machine(), "unit": "milliseconds"}
-            report.write(options.json, {**head, **content})
+        report.write_results(options.json, ranks, "tf_step", "milliseconds", content)
     if any(record["wrong"] for record in content["records"]):
         sys.exit(1)
 
@@ -98,12 +88,11 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
         machine = report.machine()
         nbytes = sum(array.nbytes for array in arrays)
         where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
-        say(
-            ranks,
+        ranks.say(
             f"# {options.model}: {len(arrays)} float32 tensors, {nbytes / 1e6:.3f} MB; {where}; TensorFlow "
-            f"{tf.__version__}",
+            f"{tf.__version__}"
         )
-        say(ranks, f"# medians of {options.iterations} rounds, the slowest rank's time, milliseconds")
+        ranks.say(f"# medians of {options.iterations} rounds, the slowest rank's time, milliseconds")
         unchanged = tf.function(lambda: [tf.identity(tensor) for tensor in tensors])
         expected = [index % 7 * ranks.size + sum(range(ranks.size)) for index in range(len(arrays))]
         wrong = {name: ranks.total(differing(call(), expected)) for name, call in calls.items()}
@@ -112,10 +101,9 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
         if FLOOR in options.peers:
             source = np.ones(nbytes // 4, np.float32)
             calls[FLOOR] = floor(source, np.ones_like(source), nbytes)
-        with Progress(options.warmup + options.iterations, ranks.rank == 0 and watched()) as progress:
-            seconds = alternate(ranks, list(calls.values()), options.warmup, options.iterations, progress.tick)
-    records = summarize(dict(zip(calls, seconds * 1e3, strict=True)), wrong)
-    say(ranks, table(records))
+        seconds = time_in_turn(ranks, calls, options.warmup, options.iterations)
+    records = summarize({name: row * 1e3 for name, row in seconds.items()}, wrong)
+    ranks.say(table(records))
     return {"model": options.model, "tensors": len(arrays), "bytes": nbytes, "records": records}
 
 
@@ -127,8 +115,7 @@ def differing(results: Sequence[Any], expected: Sequence[float]) -> int:
 
 
 def summarize(times: dict[str, np.ndarray], wrong: dict[str, int]) -> list[dict[str, Any]]:
-    """From the milliseconds of all rounds: each contestant's time and its ratio to ours, and what ours takes beyond its
-    parts."""
+    """From milliseconds: each contestant's time, its ratio to ours, and what ours takes beyond its parts."""
     return [
         {
             "contestant": name,
@@ -145,8 +132,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     """A line per contestant."""
     lines = [f"#{'contestant':<12}{'ms':>10}{'p25':>10}{'p75':>10}{'beyond':>10}{'times ours':>12}{'#wrong':>8}"]
     for record in records:
-        time, beyond, ratio = record["time"], record["beyond"], record["ratio"]
-        cells = f"{time['median']:>10.3f}{time['p25']:>10.3f}{time['p75']:>10.3f}"
+        beyond, ratio = record["beyond"], record["ratio"]
+        cells = quartiles(record["time"])
         cells += f"{beyond['median']:>10.3f}" if beyond else f"{'-':>10}"
         cells += f"{ratio['median']:>12.2f}" if ratio else f"{'-':>12}"
         lines.append(f" {record['contestant']:<12}{cells}{'N/A' if record['wrong'] is None else record['wrong']:>8}")

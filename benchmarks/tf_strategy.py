@@ -1,5 +1,4 @@
-"""TensorFlow's own data parallelism as a contestant: MultiWorkerMirroredStrategy, one worker per rank, rings over
-gRPC."""
+"""TensorFlow's MultiWorkerMirroredStrategy as a contestant: one worker per rank, rings over gRPC."""
 
 from __future__ import annotations
 
@@ -17,11 +16,7 @@ HOST = "127.0.0.1"
 
 @contextlib.contextmanager
 def strategy(ranks: Ranks) -> Iterator[Any]:
-    """A strategy over all ranks of this host, and its options: call it before TensorFlow has done anything else.
-
-    Raises:
-        ValueError: the ranks are not all on one host.
-    """
+    """A strategy over all ranks of this host: call it before TensorFlow has done anything else."""
     import tensorflow as tf
 
     if ranks.local_size != ranks.size:

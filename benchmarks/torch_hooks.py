@@ -20,7 +20,6 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -28,9 +27,8 @@ import numpy as np
 import torch
 
 from benchmarks import cli, report
-from benchmarks.measure import Summary
-from benchmarks.ranks import Ranks
-from benchmarks.session import say, session
+from benchmarks.measure import Summary, quartiles
+from benchmarks.ranks import Ranks, session
 from benchmarks.torch_models import MODELS
 
 TARGET = 10.0
@@ -51,25 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="What each parameter costs in Python during a backward pass in torch.",
     )
     flags.add_argument("--model", choices=tuple(MODELS), default="mlp", help="whose parameters")
-    flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=50, metavar="N", help="timed steps")
-    flags.add_argument(
-        "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them"
-    )
-    flags.add_argument(
-        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
-    )
+    flags.add_count("-n", "--steps", default=50, help="timed steps")
+    flags.add_count("-w", "--warmup", default=5, help="untimed steps before them", least=0)
+    flags.add_json()
     options = flags.parse_args(arguments)
     torch.set_num_threads(1)
     with session() as ranks:
         records = measure(options, ranks)
-        if options.json and ranks.rank == 0:
-            head = {
-                "benchmark": "torch_hooks",
-                "ranks": ranks.size,
-                "machine": report.machine(),
-                "unit": "microseconds per parameter",
-            }
-            report.write(options.json, {**head, "model": options.model, "records": records})
+        content = {"model": options.model, "records": records}
+        report.write_results(options.json, ranks, "torch_hooks", "microseconds per parameter", content)
 
 
 def measure(settings: Any, ranks: Ranks) -> list[dict[str, Any]]:
@@ -78,24 +66,21 @@ def measure(settings: Any, ranks: Ranks) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model = make()
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1 + ranks.rank))
-    say(
-        ranks,
-        f"# {settings.model}: {len(list(model.parameters()))} parameters; {ranks.size} ranks, "
-        f"torch {torch.__version__}",
+    ranks.say(
+        f"# {settings.model}: {len(list(model.parameters()))} parameters; {ranks.size} ranks, torch {torch.__version__}"
     )
-    say(
-        ranks,
+    ranks.say(
         f"# microseconds per parameter on rank 0, {settings.steps} steps, nothing travels; wanted: a median of at most "
-        f"{TARGET:g}",
+        f"{TARGET:g}"
     )
     heads = (
         f"{'calls':>7}{'call':>10}{'p25':>8}{'p75':>8}{'parameter':>12}{'p25':>8}{'p75':>8}{'backward':>12}"
         f"{'p25':>8}{'p75':>8}"
     )
-    say(ranks, f"#{'':<10}{heads}")
+    ranks.say(f"#{'':<10}{heads}")
     records: list[dict[str, Any]] = []
     if ranks.size == 1:
-        say(ranks, "# one rank has nobody to send gradients to, and so no hooks")
+        ranks.say("# one rank has nobody to send gradients to, and so no hooks")
         return records
     for name, options in VARIANTS.items():
         calls, inside, added = variant(model, inputs, options, settings, ranks)
@@ -103,7 +88,7 @@ def measure(settings: Any, ranks: Ranks) -> list[dict[str, Any]]:
             parts = {"call": calls, "parameter": inside, "backward": added}
             summaries = {part: Summary.of(samples).as_dict() for part, samples in parts.items()}
             records.append({"variant": name, "calls": len(calls) / settings.steps, **summaries})
-            say(ranks, line(records[-1]))
+            ranks.say(line(records[-1]))
     return records
 
 
@@ -113,9 +98,8 @@ def variant(
     """Train ``steps`` steps.
 
     Returns:
-        Microseconds: of each call of a hook; of each backward pass, all calls divided by the parameters; and what the
-            pass took longer,
-        divided by the parameters.
+        Microseconds: of each call of a hook; and, divided by the parameters, of all calls of each backward pass, and
+            what the pass took longer.
     """
     plain, hooked, clocked = (copy.deepcopy(model) for _ in range(3))
     optimizers = [distributed(hooked, options)]
@@ -202,8 +186,7 @@ def clock_cost() -> float:
 def line(record: dict[str, Any]) -> str:
     """A variant's line of the table."""
     shown = "".join(
-        f"{record[part]['median']:>{width}.2f}{record[part]['p25']:>8.2f}{record[part]['p75']:>8.2f}"
-        for part, width in (("call", 10), ("parameter", 12), ("backward", 12))
+        quartiles(record[part], 2, width, 8) for part, width in (("call", 10), ("parameter", 12), ("backward", 12))
     )
     return f" {record['variant']:<10}{record['calls']:>7g}{shown}"
 

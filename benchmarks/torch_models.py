@@ -1,5 +1,4 @@
-"""Models in torch whose training steps are timed: the real ResNet-50 on small images, its gradients alone, and many
-tiny layers."""
+"""Models in torch: the real ResNet-50 on small images, its gradients alone, and many tiny layers."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from torch.nn import functional
 from benchmarks.models import Shapes, resnet50
 
 IMAGE = 64
-"""Rows and columns of an image: the last layers then see 2 x 2 positions, enough for a batch normalisation of a single
-image."""
+"""Rows and columns of an image: enough for a batch normalisation of a single one in the last layers."""
 WIDTH, DEPTH = 16, 100
 
 
@@ -74,8 +72,7 @@ class _Bottleneck(nn.Module):
 
 
 class Gradients(nn.Module):
-    """Parameters of given shapes in a model that computes next to nothing: the loss is the dot product of all of them
-    with the input."""
+    """Parameters of given shapes; the loss is the dot product of all of them with the input."""
 
     def __init__(self, shapes: Shapes) -> None:
         super().__init__()
@@ -89,8 +86,7 @@ class Gradients(nn.Module):
 
 
 class Tiny(nn.Module):
-    """DEPTH layers of WIDTH x WIDTH, 200 tensors: what each tensor costs outweighs its bytes. Shortcuts keep gradients
-    from vanishing."""
+    """DEPTH layers of WIDTH x WIDTH, 200 tensors; shortcuts keep the gradients from vanishing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,28 +21,22 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks import cli, report
-from benchmarks.floor import NAME as FLOOR
-from benchmarks.floor import floor
-from benchmarks.measure import Summary, alternate
-from benchmarks.peers import Torch, connect
-from benchmarks.progress import Progress, watched
-from benchmarks.ranks import Ranks
-from benchmarks.record import OURS
-from benchmarks.session import counters, per_step, say, session
+from benchmarks.collective import FLOOR, floor
+from benchmarks.measure import OURS, Summary, counters_per_step, quartiles
+from benchmarks.peers import connect_all
+from benchmarks.progress import time_in_turn
+from benchmarks.ranks import Ranks, session
 from benchmarks.torch_models import MODELS
 
 ALONE, VIEW = "alone", f"{OURS}-view"
 PEERS = ("ddp", "ddp-view", "ddp-hook", FLOOR)
 
-_COUNTED = 5
-"""Steps over which the engine's counters are averaged."""
 _TOLERANCE = 1e-5
 """Of a tensor's largest gradient: the contestants add in different orders."""
 
@@ -65,35 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0; wrong gradients end the process with status 1."""
     flags = cli.Parser(prog="benchmarks.torch_step", description="What communication adds to a training step in torch.")
     flags.add_argument("--model", choices=tuple(MODELS), default="resnet50", help="what is trained")
-    flags.add_argument(
-        "--peers",
-        type=cli.names("peer", PEERS),
-        default=("ddp", "ddp-view", FLOOR),
-        metavar="LIST",
-        help=", ".join(PEERS),
-    )
-    flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=20, metavar="N", help="timed rounds")
-    flags.add_argument(
-        "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed rounds before them"
-    )
-    flags.add_argument(
-        "--block", type=cli.whole_number(1), default=1, metavar="N", help="steps of a contestant in a round"
-    )
-    flags.add_argument(
-        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
-    )
+    flags.add_names("--peers", "peer", PEERS, default=("ddp", "ddp-view", FLOOR), help=", ".join(PEERS))
+    flags.add_count("-n", "--steps", default=20, help="timed rounds")
+    flags.add_count("-w", "--warmup", default=5, help="untimed rounds before them", least=0)
+    flags.add_count("--block", default=1, help="steps of a contestant in a round")
+    flags.add_json()
     options = flags.parse_args(arguments)
     torch.set_num_threads(1)
     with session() as ranks:
         content = measure(options, ranks)
-        if options.json and ranks.rank == 0:
-            head = {
-                "benchmark": "torch_step",
-                "ranks": ranks.size,
-                "machine": report.machine(),
-                "unit": "milliseconds per step",
-            }
-            report.write(options.json, {**head, **content})
+        report.write_results(options.json, ranks, "torch_step", "milliseconds per step", content)
     if any(record["wrong"] for record in content["records"]):
         sys.exit(1)
 
@@ -106,41 +81,32 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1 + ranks.rank))
     sizes = [parameter.numel() for parameter in model.parameters()]
     contestants = [alone(model, inputs), ours(model, inputs, False), ours(model, inputs, True)]
-    gloo = connect("gloo", ranks) if any(name != FLOOR for name in options.peers) else "no peers"
-    try:
-        if isinstance(gloo, Torch):
-            contestants += [of_ddp(name, model, inputs) for name in options.peers if name != FLOOR]
-        else:
-            say(ranks, f"# {gloo}")
-        machine = report.machine()
-        where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
-        say(
-            ranks,
+    of_torch = [name for name in options.peers if name != FLOOR]
+    with connect_all(["gloo"] if of_torch else [], ranks) as peers:
+        if peers:
+            contestants += [of_ddp(name, model, inputs) for name in of_torch]
+        where = report.place_of(ranks)
+        ranks.say(
             f"# {options.model}: {len(sizes)} float32 tensors, {4 * sum(sizes) / 1e6:.1f} MB; {where}; torch "
-            f"{torch.__version__}",
+            f"{torch.__version__}"
         )
         rounds = f"{options.steps} rounds" + (f" of {options.block} steps" if options.block > 1 else "")
-        say(
-            ranks,
+        ranks.say(
             f"# medians of {rounds}, the slowest rank's time; adds = step - {ALONE}, and its quartiles, in the same "
-            f"round",
+            f"round"
         )
         wrong = check(contestants, ranks)
         steps = {contestant.name: contestant.step for contestant in contestants}
         if FLOOR in options.peers:
             source, target = np.ones(sum(sizes), np.float32), np.ones(sum(sizes), np.float32)
             steps[FLOOR] = floor(source, target, source.nbytes)
-        with Progress(options.warmup + options.steps, ranks.rank == 0 and watched()) as progress:
-            blocks = [repeated(step, options.block) for step in steps.values()]
-            seconds = alternate(ranks, blocks, options.warmup, options.steps, progress.tick) / options.block
-        counted = count(contestants[1].step, ranks)
-    finally:
-        if isinstance(gloo, Torch):
-            gloo.close()
-    records = summarize(dict(zip(steps, seconds * 1e3, strict=True)), wrong)
-    say(ranks, table(records))
+        blocks = {name: repeated(step, options.block) for name, step in steps.items()}
+        seconds = time_in_turn(ranks, blocks, options.warmup, options.steps)
+        counted = counters_per_step(ranks, contestants[1].step)
+    records = summarize({name: row * 1e3 / options.block for name, row in seconds.items()}, wrong)
+    ranks.say(table(records))
     shown = ", ".join(f"{name} {value:g}" for name, value in counted.items() if value)
-    say(ranks, f"# the engine's counters per step of {OURS}: {shown or 'all 0'}")
+    ranks.say(f"# the engine's counters per step of {OURS}: {shown or 'all 0'}")
     content = {"model": options.model, "tensors": len(sizes), "bytes": 4 * sum(sizes), "block": options.block}
     return {**content, "records": records, "counters_per_step": counted}
 
@@ -176,8 +142,7 @@ def of_ddp(name: str, model: Any, inputs: Any) -> Contestant:
 
 
 def plain(model: Any) -> Any:
-    """The optimizer of all contestants. Its learning rate of 0 leaves the weights unchanged, so that all steps are
-    equal."""
+    """The optimizer of all contestants; its learning rate of 0 keeps all steps equal."""
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
@@ -203,8 +168,7 @@ def repeated(step: Step, times: int) -> Step:
 
 
 def check(contestants: Sequence[Contestant], ranks: Ranks) -> dict[str, int | None]:
-    """Each contestant's wrong gradients on all ranks after one step, by the ranks' own gradients and MPI's sum of
-    them."""
+    """Wrong gradients of each contestant on all ranks after one step, against MPI's mean of the ranks' own."""
     first, *others = contestants
     first.step()
     expected = [gradient.double().numpy() for gradient in first.gradients()]
@@ -227,21 +191,8 @@ def differing(results: np.ndarray, expected: np.ndarray) -> int:
     return int(np.sum(~(np.abs(results - expected) <= _TOLERANCE * np.abs(expected).max(initial=0))))
 
 
-def count(step: Step, ranks: Ranks) -> dict[str, float]:
-    """The rise of this rank's counters per step."""
-    import collectives
-
-    ranks.barrier()
-    before = counters(collectives.world().statistics)
-    for _ in range(_COUNTED):
-        step()
-        ranks.barrier()
-    return per_step(before, counters(collectives.world().statistics), _COUNTED)
-
-
 def summarize(times: dict[str, np.ndarray], wrong: dict[str, int | None]) -> list[dict[str, Any]]:
-    """From the milliseconds of all rounds: each contestant's step, what it adds to the one alone, and that against the
-    peer ``ddp``."""
+    """From milliseconds: each contestant's step, what it adds to the one alone, and that against ``ddp``'s."""
     records: list[dict[str, Any]] = []
     ddp_added = float(np.median(times["ddp"] - times[ALONE])) if "ddp" in times else None
     for name, row in times.items():
@@ -265,14 +216,10 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     heads = "".join(f"{head:>10}" for head in ("step ms", "p25", "p75", "adds ms", "p25", "p75"))
     lines = [f"#{'contestant':<{width}}{heads}{'of ddp':>9}{'#wrong':>8}"]
     for record in records:
-        quartiles = "".join(
-            f"{figures[key]:>10.3f}" if (figures := record[part]) else f"{'-':>10}"
-            for part in ("time", "added")
-            for key in ("median", "p25", "p75")
-        )
         ratio = "-" if record["of_ddp"] is None else f"{record['of_ddp']:.2f}"
         wrong = "N/A" if record["wrong"] is None else record["wrong"]
-        lines.append(f" {record['contestant']:<{width}}{quartiles}{ratio:>9}{wrong:>8}")
+        times = quartiles(record["time"]) + quartiles(record["added"])
+        lines.append(f" {record['contestant']:<{width}}{times}{ratio:>9}{wrong:>8}")
     return "\n".join(lines)
 
 

@@ -19,10 +19,9 @@ import numpy as np
 
 from benchmarks import cli, report
 from benchmarks.gradients import Gradients
-from benchmarks.measure import Summary, alternate
+from benchmarks.measure import Summary, alternate, quartiles
 from benchmarks.models import MODELS
-from benchmarks.ranks import Ranks
-from benchmarks.session import say, session
+from benchmarks.ranks import Ranks, session
 from collectives.base.config import ALGORITHMS, Config
 from collectives.transport.mpi import mpi_groups
 from collectives.worlds.world import World
@@ -36,37 +35,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="benchmarks.tuning", description="What the autotuner reaches from a bad start, against the defaults."
     )
     flags.add_argument("--model", choices=tuple(MODELS), default="resnet50", help="whose gradients")
-    flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=40, metavar="N", help="steps while it tunes")
-    flags.add_argument(
-        "-m", "--rounds", type=cli.whole_number(1), default=20, metavar="N", help="rounds of the final comparison"
-    )
+    flags.add_count("-n", "--steps", default=40, help="steps while it tunes")
+    flags.add_count("-m", "--rounds", default=20, help="rounds of the final comparison")
     flags.add_argument(
         "--threshold", type=cli.size, default="1M", metavar="SIZE", help="fusion threshold to begin with"
     )
     flags.add_argument("--algorithm", choices=ALGORITHMS, default="native", help="algorithm to begin with")
-    flags.add_argument(
-        "--sample", type=cli.whole_number(1), default=1, metavar="N", help="steps of a sample; one more is discarded"
-    )
-    flags.add_argument(
-        "--samples", type=cli.whole_number(1), default=18, metavar="N", help="samples until it has chosen"
-    )
-    flags.add_argument(
-        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
-    )
+    flags.add_count("--sample", default=1, help="steps of a sample; one more is discarded")
+    flags.add_count("--samples", default=18, help="samples until it has chosen")
+    flags.add_json()
     options = flags.parse_args(arguments)
     with session() as ranks:
         if ranks.size == 1:
-            say(ranks, "# one rank alone has nothing to tune")
+            ranks.say("# one rank alone has nothing to tune")
             return
         content = measure(options, ranks)
-        if options.json and ranks.rank == 0:
-            head = {
-                "benchmark": "tuning",
-                "ranks": ranks.size,
-                "machine": report.machine(),
-                "unit": "milliseconds per step",
-            }
-            report.write(options.json, {**head, **content})
+        report.write_results(options.json, ranks, "tuning", "milliseconds per step", content)
 
 
 def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
@@ -91,26 +75,24 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
             if name == TUNED:
                 world.tune(fusion_threshold=options.threshold, algorithm=options.algorithm)
             steps[name] = step_of(world, gradients)
-        say(
-            ranks,
+        ranks.say(
             f"# gradients of {options.model}, {ranks.size} ranks; begins with {options.algorithm}, fusion threshold "
-            f"{options.threshold}",
+            f"{options.threshold}"
         )
-        tuning = alternate(ranks, [steps[TUNED]], 0, options.steps, _nothing)[0] * 1e3
-        say(ranks, "# milliseconds per step while it tunes, ten a line; the median in front")
-        say(ranks, lines_of(tuning, 10))
+        tuning = alternate(ranks, [steps[TUNED]], 0, options.steps)[0] * 1e3
+        ranks.say("# milliseconds per step while it tunes, ten a line; the median in front")
+        ranks.say(lines_of(tuning, 10))
         settings = log.read_text().splitlines() if ranks.rank == 0 and log.exists() else []
-        say(ranks, "# the autotuner's log:\n" + "\n".join(f"#   {line}" for line in settings or ["(none)"]))
-        seconds = alternate(ranks, list(steps.values()), 3, options.rounds, _nothing)
+        ranks.say("# the autotuner's log:\n" + "\n".join(f"#   {line}" for line in settings or ["(none)"]))
+        seconds = alternate(ranks, list(steps.values()), 3, options.rounds)
     times = dict(zip(steps, seconds * 1e3, strict=True))
     records = []
-    say(ranks, f"# then, {options.rounds} rounds in turn")
-    say(ranks, f"#{'world':<10}{'ms':>10}{'p25':>10}{'p75':>10}{'x defaults':>12}{'p25':>8}{'p75':>8}")
+    ranks.say(f"# then, {options.rounds} rounds in turn")
+    ranks.say(f"#{'world':<10}{'ms':>10}{'p25':>10}{'p75':>10}{'x defaults':>12}{'p25':>8}{'p75':>8}")
     for name, row in times.items():
         time, ratio = Summary.of(row), Summary.of(row / times[DEFAULTS])
         records.append({"world": name, "time": time.as_dict(), "ratio": ratio.as_dict()})
-        compared = f"{ratio.median:>12.2f}{ratio.p25:>8.2f}{ratio.p75:>8.2f}"
-        say(ranks, f" {name:<10}{time.median:>10.3f}{time.p25:>10.3f}{time.p75:>10.3f}{compared}")
+        ranks.say(f" {name:<10}{quartiles(time.as_dict())}{quartiles(ratio.as_dict(), 2, 12, 8)}")
     return {
         "model": options.model,
         "start": {"fusion_threshold": options.threshold, "algorithm": options.algorithm},
@@ -139,10 +121,6 @@ def lines_of(times: np.ndarray, width: int) -> str:
         f" {index * width + 1:>6} {float(np.median(row)):>9.2f} |" + "".join(f"{value:>9.2f}" for value in row)
         for index, row in enumerate(rows)
     )
-
-
-def _nothing() -> None:
-    """No progress is shown: the lines that follow tell it."""
 
 
 if __name__ == "__main__":

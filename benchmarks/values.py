@@ -28,8 +28,7 @@ _EXACT = {
 
 
 class Values:
-    """The values of ``size`` ranks for one dtype and operation (``sum``, ``prod``, ``min``, ``max``, ``avg`` or
-    ``none``)."""
+    """The values of ``size`` ranks for one dtype and operation: sum, prod, min, max, avg or none."""
 
     def __init__(self, dtype: np.dtype, op: str, size: int) -> None:
         self.dtype, self.op, self.size = dtype, op, size

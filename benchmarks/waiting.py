@@ -13,7 +13,6 @@ import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
@@ -21,8 +20,7 @@ import numpy as np
 
 import collectives
 from benchmarks import cli, report
-from benchmarks.ranks import Ranks
-from benchmarks.session import say, session
+from benchmarks.ranks import Ranks, session
 from collectives.base.errors import CollectiveTimeoutError
 
 _GRACE = 0.2
@@ -69,20 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "-t", "--timeout", type=float, default=0.5, metavar="S", help="the bound of the wait that is meant to time out"
     )
-    flags.add_argument(
-        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
-    )
+    flags.add_json()
     options = flags.parse_args(arguments)
     with session() as ranks:
         content = measure(options, ranks)
-        if options.json and ranks.rank == 0:
-            head = {
-                "benchmark": "waiting",
-                "ranks": ranks.size,
-                "machine": report.machine(),
-                "unit": "seconds; shares of a core",
-            }
-            report.write(options.json, {**head, **content})
+        report.write_results(options.json, ranks, "waiting", "seconds; shares of a core", content)
 
 
 def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
@@ -90,38 +79,36 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     tensor = np.zeros(1 << 20, np.float32)
     collectives.allreduce_(tensor, average=False, name="warm")
     content: dict[str, Any] = {}
-    say(ranks, f"# {ranks.size} ranks; {report.mpi_library() or 'no MPI'}; the largest of all ranks")
+    ranks.say(f"# {ranks.size} ranks; {report.mpi_library() or 'no MPI'}; the largest of all ranks")
 
     share, wakes = idle(options.seconds, ranks)
     content |= {"idle_share": share, "idle_wakes": wakes}
-    say(ranks, f"# idle for {options.seconds:g} s: {100 * share:.1f} % of a core, {wakes:.0f} wake-ups a second")
+    ranks.say(f"# idle for {options.seconds:g} s: {100 * share:.1f} % of a core, {wakes:.0f} wake-ups a second")
     if ranks.size == 1:
         return content
 
     share, after = late(tensor, options.seconds, ranks)
     content |= {"waiting_share": share, "after_arrival": after}
-    say(ranks, f"# in synchronize while rank 0 is {options.seconds:g} s late: {100 * share:.1f} % of a core")
-    say(ranks, f"# done {1e3 * after:.1f} ms after rank 0 came (4 MiB)")
+    ranks.say(f"# in synchronize while rank 0 is {options.seconds:g} s late: {100 * share:.1f} % of a core")
+    ranks.say(f"# done {1e3 * after:.1f} ms after rank 0 came (4 MiB)")
 
     least, most = timed_out(tensor, options.timeout, ranks)
     content |= {"timeout": options.timeout, "timed_out_after": [least, most]}
-    say(
-        ranks,
+    ranks.say(
         f"# synchronize(timeout={options.timeout:g}) came back after {least:.4f} to {most:.4f} s, and a second wait "
-        f"with the result",
+        f"with the result"
     )
 
     if ranks.size > 2:
         alone, beside = set_goes_on(options.seconds, ranks)
         content |= {"set_calls": alone, "set_calls_while_late": beside}
-        say(
-            ranks,
+        ranks.say(
             f"# a process set of the other {ranks.size - 1}, blocking all-reduces of 8 bytes: {alone:.0f} a second "
-            f"by itself,",
+            f"by itself,"
         )
-        say(ranks, f"# {beside:.0f} a second while an operation of all ranks waits for rank 0")
+        ranks.say(f"# {beside:.0f} a second while an operation of all ranks waits for rank 0")
     else:
-        say(ranks, "# a process set that goes on beside a late rank: needs 3 ranks")
+        ranks.say("# a process set that goes on beside a late rank: needs 3 ranks")
     return content
 
 
@@ -174,11 +161,7 @@ def timed_out(tensor: np.ndarray, timeout: float, ranks: Ranks) -> tuple[float, 
 
 
 def set_goes_on(seconds: float, ranks: Ranks) -> tuple[float, float]:
-    """Blocking calls a second of a set of all ranks but 0: while rank 0 owes nothing, and while an operation waits for
-    it.
-
-    Medians of periods that take turns, so long together for each.
-    """
+    """Blocking calls a second of all ranks but 0: medians of periods in which rank 0 owes nothing, or an operation."""
     others = collectives.add_process_set(list(range(1, ranks.size)))
     pending = np.zeros(1, np.float32)
     period = seconds / _PERIODS
@@ -198,8 +181,7 @@ def set_goes_on(seconds: float, ranks: Ranks) -> tuple[float, float]:
 
 
 def _calls_a_second(seconds: float, members: Any) -> float:
-    """All-reduces for so long; what they reduce is whether all members still want to go on, so that all make the same
-    number."""
+    """All-reduces for so long; each reduces whether a member goes on, so that all make the same number."""
     start = perf_counter()
     calls, going = 0, np.ones(1)
     while going[0]:

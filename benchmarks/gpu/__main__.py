@@ -76,14 +76,7 @@ def check(
     versions: Mapping[str, Any],
     before: Sequence[Outcome] = (),
 ) -> int:
-    """Run the parts and report.
-
-    Args:
-        budget: seconds.
-        output, logs: where the report goes, and where the parts' own files lie meanwhile.
-        found: what it runs on.
-        before: what has run already.
-    """
+    """Run the parts and report; ``before`` has run already, and ``logs`` holds the parts' own files meanwhile."""
     outcomes = list(before)
     versions = {name: value for name, value in versions.items() if name != "figures"}
 

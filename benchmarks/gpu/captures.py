@@ -7,7 +7,6 @@ flight when a capture begins.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 from collections.abc import Iterator
@@ -17,10 +16,9 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks.gpu.figures import publish, skip
-from benchmarks.session import session
+from benchmarks.gpu.figures import publish, torch_of
+from benchmarks.ranks import session
 from collectives.base.errors import InvalidArgumentError
-from collectives.device.diagnosis import why_not
 
 _CAPTURES = 30
 _COUNT = 1 << 20
@@ -28,17 +26,7 @@ _COUNT = 1 << 20
 
 def main() -> None:
     with session() as ranks:
-        problem = why_not()
-        try:
-            torch: Any = importlib.import_module("torch")
-        except ImportError as error:
-            problem = problem or f"no torch: {error}"
-        else:
-            problem = problem or (None if torch.cuda.is_available() else "this torch has no CUDA")
-        problem = ranks.agree(problem)
-        if problem:
-            skip(problem, ranks.rank)
-        torch.cuda.set_device(collectives.local_rank() % torch.cuda.device_count())
+        torch = torch_of(ranks)
         with all_reducing(torch, ranks.rank):
             captures(torch, ranks.rank, ranks.size)
         refusal(torch)
@@ -74,8 +62,7 @@ def captures(torch: Any, rank: int, size: int) -> None:
 
 @contextmanager
 def all_reducing(torch: Any, rank: int) -> Iterator[None]:
-    """Within, another thread all-reduces on a stream of its own; all ranks stop after the same operation, when rank 0
-    is asked to.
+    """Within, another thread all-reduces on a stream of its own, on all ranks until rank 0 is asked to stop.
 
     But for the engine it calls nothing of CUDA, which would be its own fault: its memory is there beforehand, and the
     end is agreed on through host memory.

@@ -1,8 +1,8 @@
-"""What a part of the GPU check hands to the command that runs it: figures with their bars, or the reason why it cannot
-run here."""
+"""What a part of the GPU check hands over: figures with their bars, or the reason why it cannot run here."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import collectives
+from benchmarks.device import why_not
+from benchmarks.ranks import Ranks
 from collectives.base.errors import TransportError
 
 RESULT = "COLLECTIVES_CHECK_RESULT"
@@ -67,9 +70,27 @@ def skip(reason: str, rank: int = 0) -> NoReturn:
     sys.exit(0)
 
 
+def torch_of(ranks: Ranks, device: str = "cuda") -> Any:
+    """torch, with this rank's GPU as its current one; skips this part on all ranks where one of them lacks it."""
+    problem = why_not(device)
+    torch: Any = None
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        problem = problem or f"no torch: {error}"
+    else:
+        if device == "cuda" and not torch.cuda.is_available():
+            problem = problem or "this torch has no CUDA"
+    problem = ranks.agree(problem)
+    if problem:
+        skip(problem, ranks.rank)
+    if device == "cuda":
+        torch.cuda.set_device(collectives.local_rank() % torch.cuda.device_count())
+    return torch
+
+
 def attempt(call: Callable[[], object], rank: int = 0) -> None:
-    """Make a call on all ranks that shows whether its transport can be had here; skip this part where the planner says
-    that it cannot."""
+    """Make a call on all ranks; skip this part where the planner says that its transport cannot be had."""
     try:
         call()
     except TransportError as error:

@@ -24,12 +24,11 @@ from benchmarks.allreduce import ALLREDUCE
 from benchmarks.cli import Settings, size
 from benchmarks.collective import IN_PLACE
 from benchmarks.contest import Contest
-from benchmarks.device import Cuda, Host, memory, why_not
+from benchmarks.device import Cuda, Memory, memory, why_not
 from benchmarks.gpu.figures import Figure, attempt, publish, skip
+from benchmarks.measure import OURS
 from benchmarks.peers import connect_all
-from benchmarks.ranks import Ranks
-from benchmarks.record import OURS
-from benchmarks.session import session
+from benchmarks.ranks import Ranks, session
 
 _BAR_FROM = 1 << 30
 """Bytes from which the bar of 60 % holds."""
@@ -53,42 +52,33 @@ def main() -> None:
         if problem:
             skip(problem, ranks.rank)
         place = memory(options.device, collectives.local_rank())
-        peers = connect_all(tuple(filter(None, options.peers.split(","))), ranks, place)
         settings = Settings(
             sizes=sizes,
             iterations=options.iterations,
             warmup=2,
-            dtypes=("float32",),
-            ops=("sum",),
-            root=-1,
-            check=True,
-            peers=(),
             algorithms=(options.algorithm,) if options.algorithm else (),
             transports=(options.transport,) if options.transport else (),
-            json=None,
-            plot=None,
             device=options.device,
         )
-        contest = Contest(ALLREDUCE, settings, ranks, peers, max(sizes), {"private": place})
-        # Only what is asked for, in ours's place: the planner's own choice may be the very transport whose hang must
-        # cost no other figures.
         forced = "/".join(filter(None, (options.algorithm, options.transport)))
-        contest.contestants = {
-            OURS: contest.contestants[forced or OURS],
-            **{name: contest.contestants[name] for name in peers},
-        }
-        attempt(contest.contestants[OURS](contest.case(np.dtype(np.float32), "sum", 1), IN_PLACE), ranks.rank)
-        figures, records, wrong = measure(contest, forced or "the planner's choice", ranks, place)
-        if ranks.rank == 0:
-            publish(figures, records=records)
-        for peer in peers.values():
-            peer.close()
+        with connect_all(filter(None, options.peers.split(",")), ranks, place) as peers:
+            contest = Contest(ALLREDUCE, settings, ranks, peers, max(sizes), {"private": place})
+            # Only what is asked for, in place of ours: the planner's own choice may be the very transport whose hang
+            # must cost no other figures.
+            contest.contestants = {
+                OURS: contest.contestants[forced or OURS],
+                **{name: contest.contestants[name] for name in peers},
+            }
+            attempt(contest.contestants[OURS](contest.case(np.dtype(np.float32), "sum", 1), IN_PLACE), ranks.rank)
+            figures, records, wrong = measure(contest, forced or "the planner's choice", ranks, place)
+            if ranks.rank == 0:
+                publish(figures, records=records)
         if wrong:
             raise SystemExit(f"{wrong} wrong values")
 
 
 def measure(
-    contest: Contest, forced: str, ranks: Ranks, place: Cuda | Host
+    contest: Contest, forced: str, ranks: Ranks, place: Memory
 ) -> tuple[list[Figure], list[dict[str, Any]], int]:
     """The figures, the records of every row, and how many values were wrong."""
     cuda = place if isinstance(place, Cuda) else None
@@ -135,8 +125,7 @@ def copy_rate(memory: Cuda, ranks: Ranks) -> float:
 
 
 def turns(memory: Cuda, ranks: Ranks) -> list[Figure]:
-    """What it costs that the GPU turns from one process to another: an empty kernel and the wait for it, here and there
-    in turn."""
+    """What it costs that the GPU turns from one process to another, by an empty kernel here and there in turn."""
     cupy: Any = importlib.import_module("cupy")
     nothing = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
     launch = memory.finished(lambda: nothing((1,), (1,), ()))

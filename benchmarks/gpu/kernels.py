@@ -114,8 +114,7 @@ def timed(cupy: Any, calls: list[Callable[[], None]]) -> np.ndarray:
 
 
 def launches(cupy: Any) -> list[float]:
-    """Kernels that a rank launches in an all-reduce of 161 tensors, and of one as large; two ranks that are threads,
-    the mean of three."""
+    """Kernels that a rank (a thread) launches in an all-reduce of 161 tensors and of one as large; mean of three."""
     import threading
 
     from collectives.base.reduce_op import Op

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks.device import Cuda, Host, memory, why_not
+from benchmarks.device import Cuda, Memory, memory, why_not
 from benchmarks.gpu.figures import Figure, publish, skip
 from benchmarks.gpu.ipc import SHARED
-from benchmarks.ranks import Ranks
-from benchmarks.session import session
+from benchmarks.ranks import Ranks, session
 from collectives.base.errors import TransportError
 
 _WARMUP, _ROUNDS = 50, 1000
@@ -79,9 +78,8 @@ def _call(tensor: Any, transport: str) -> Callable[[], Any]:
     return lambda: collectives.allreduce_(tensor, average=False, **forced)
 
 
-def measure(ranks: Ranks, calls: list[Callable[[], Any]], place: Cuda | Host) -> np.ndarray:
-    """Microseconds, shape (2, calls, rounds): until the call returns, and until its stream has done the work; the
-    slowest rank."""
+def measure(ranks: Ranks, calls: list[Callable[[], Any]], place: Memory) -> np.ndarray:
+    """Microseconds, shape (2, calls, rounds), of the slowest rank: until the call returns, and until it is done."""
     finish = place.cupy.cuda.get_current_stream().synchronize if isinstance(place, Cuda) else _nothing
     seconds = np.zeros((2, len(calls), _ROUNDS))
     for turn in range(-_WARMUP, _ROUNDS):

@@ -125,11 +125,7 @@ def _rings(size: int) -> Part:
 
 
 def named(words: Sequence[str]) -> set[str]:
-    """The names of the parts that these words name exactly: parts and groups.
-
-    Raises:
-        KeyError: the first word that names nothing.
-    """
+    """The names of the parts that these words name exactly; KeyError with the first that names nothing."""
     part_names = {part.name for part in parts()}
     names: set[str] = set()
     for word in words:

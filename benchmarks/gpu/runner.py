@@ -34,8 +34,7 @@ PASSED, FAILED, TIMED_OUT, SKIPPED, NOT_RUN = "passed", "failed", "timed out", "
 
 _TOKEN = "COLLECTIVES_CHECK_TOKEN"
 _TO_TIDY_UP = 3.0
-"""Seconds between being asked to end and being killed; a part that ended by itself leaves its processes that long,
-too."""
+"""Seconds that processes have to end when asked to, and those that a part has left behind by themselves."""
 _TO_DIE = 10.0
 _LEAST = 5.0
 """Seconds of the budget below which no further part is begun."""
@@ -45,8 +44,7 @@ _LAUNCHER = ("collectives.launch ", "launch/rank.py ")
 _PR_SET_PDEATHSIG = 1
 
 _ENVIRONMENT = {"COLLECTIVES_TIMEOUT": "20", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-"""Of every part, unless this process's own says otherwise: a rank that waits in vain says so before its part's time is
-up."""
+"""Of every part, unless set otherwise: a rank that waits in vain says so before its part's time is up."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,7 @@ class Part:
 
     Attributes:
         name: names its files, too.
-        command: the program and its arguments; ``{result}`` stands for the file that its result goes to.
         timeout: seconds.
-        environment: further variables.
         needs: a program that must be on the PATH.
         cores: that this process must be able to use.
         gpu: whether it needs a GPU.
@@ -117,13 +113,7 @@ class Outcome:
 
 
 def run_all(parts: Sequence[Part], budget: float, folder: Path, told: Callable[[Outcome], None]) -> list[Outcome]:
-    """Run the parts in order.
-
-    Args:
-        budget: seconds for all; a part has no more than what is left of it, and is not begun when nothing is left.
-        folder: for every part's output and result.
-        told: called after each part.
-    """
+    """Run the parts in order within a budget of seconds; none is begun when it is spent. ``told`` follows each."""
     deadline = time.monotonic() + budget
     outcomes = []
     with signals_as_exceptions():
@@ -154,7 +144,7 @@ def run_part(part: Part, limit: float, folder: Path) -> Outcome:
     try:
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                [word.replace("{result}", str(result)) for word in part.command],
+                list(part.command),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -222,8 +212,7 @@ def _end(process: subprocess.Popen[bytes] | None, token: str) -> list[str]:
 
 
 def _dump_stacks(process: subprocess.Popen[bytes] | None, token: str) -> None:
-    """Abort what hangs, so that ``faulthandler`` writes all stacks; not the launcher's own processes, which pass them
-    on and tidy up."""
+    """Abort what hangs, so that ``faulthandler`` writes all stacks; not the launcher's processes, which tidy up."""
     for pid in _carriers(token):
         if _is_python(pid) and not any(word in _command(pid, 1 << 12) for word in _LAUNCHER):
             with contextlib.suppress(OSError):
@@ -267,16 +256,14 @@ def _command(pid: int, most: int = 120) -> str:
 
 
 def _end_with_parent() -> None:
-    """In the child: be sent SIGTERM when this process dies, however it dies; and leave no image of the memory behind,
-    which takes long."""
+    """In the child: be sent SIGTERM when this process dies; and dump no core, which takes long."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Being interrupted, ended, or left by the terminal unwinds the stack, once; what ends the parts is then not
-    disturbed again."""
+    """Unwind the stack, once, at SIGINT, SIGTERM or SIGHUP; what then ends the parts is not disturbed again."""
     watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def unwind(number: int, frame: FrameType | None) -> None:

@@ -8,14 +8,12 @@ new tensors of the same size.
 
 from __future__ import annotations
 
-import importlib
 import random
 from typing import Any
 
 import collectives
-from benchmarks.gpu.figures import publish, skip
-from benchmarks.session import session
-from collectives.device.diagnosis import why_not
+from benchmarks.gpu.figures import publish, torch_of
+from benchmarks.ranks import session
 
 _RUNS = 100
 _STRESS = 300
@@ -25,19 +23,7 @@ _CYCLES = 2_000_000
 
 def main() -> None:
     with session() as ranks:
-        problem = ranks.agree(why_not())
-        if problem:
-            skip(problem, ranks.rank)
-        try:
-            torch: Any = importlib.import_module("torch")
-        except ImportError as error:
-            problem = f"no torch: {error}"
-        else:
-            problem = None if torch.cuda.is_available() else "this torch has no CUDA"
-        problem = ranks.agree(problem)
-        if problem:
-            skip(problem, ranks.rank)
-        torch.cuda.set_device(collectives.local_rank() % torch.cuda.device_count())
+        torch = torch_of(ranks)
         streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(3))]
         delays = random.Random(ranks.rank)
         equal_bits(torch, streams, delays, ranks.rank, ranks.size)
@@ -80,8 +66,7 @@ def equal_bits(torch: Any, streams: list[Any], delays: random.Random, rank: int,
 
 
 def reused_memory(torch: Any, streams: list[Any], delays: random.Random, rank: int, size: int) -> None:
-    """Inputs are dropped while they are in flight, and their memory is asked for again by tensors of the same size, on
-    other streams."""
+    """Inputs are dropped in flight, and tensors of the same size take their memory at once, on other streams."""
     drawn = random.Random(size)  # the same on every rank: the sizes must be
     flying: list[tuple[Any, float]] = []
     for step in range(_STRESS):

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import collectives
-from benchmarks.gpu.figures import publish, skip
-from benchmarks.session import session
-from collectives.device.diagnosis import why_not
+from benchmarks.gpu.figures import publish, torch_of
+from benchmarks.ranks import session
 
 _STEPS = 4
 _ROWS = 6
@@ -28,19 +26,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     device = parser.parse_args().device
     with session() as ranks:
-        problem = why_not() if device == "cuda" else None
-        try:
-            torch: Any = importlib.import_module("torch")
-        except ImportError as error:
-            problem = problem or f"no torch: {error}"
-        else:
-            if device == "cuda" and not torch.cuda.is_available():
-                problem = problem or "this torch has no CUDA"
-        problem = ranks.agree(problem)
-        if problem:
-            skip(problem, ranks.rank)
-        if device == "cuda":
-            torch.cuda.set_device(collectives.local_rank() % torch.cuda.device_count())
+        torch_of(ranks, device)
         for name, check in CHECKS.items():
             check(device)
             ranks.barrier()

@@ -1,5 +1,4 @@
-"""What a GPU check ran on, as JSON: ``python -m benchmarks.gpu.versions``. A process of its own, so that the check
-itself holds no GPU."""
+"""What a GPU check runs on, as JSON; a program of its own, so that the check itself holds no GPU."""
 
 from __future__ import annotations
 

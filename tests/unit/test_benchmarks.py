@@ -12,16 +12,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import cli, cluster, hosts, room, table
+from benchmarks import cli, cluster, device, hosts, table
 from benchmarks.allgather import ALLGATHER
 from benchmarks.allreduce import ALLREDUCE
 from benchmarks.alltoall import ALLTOALL
 from benchmarks.broadcast import BROADCAST
 from benchmarks.collective import Case, Collective
 from benchmarks.gradients import Gradients
-from benchmarks.measure import Summary
+from benchmarks.measure import OURS, Record, Summary
 from benchmarks.models import elements, resnet50
-from benchmarks.record import OURS, Record
 from benchmarks.reducescatter import REDUCESCATTER
 from benchmarks.sendrecv import SENDRECV
 from benchmarks.values import PERIOD, Values
@@ -198,8 +197,8 @@ def test_plot_writes_png_and_svg(tmp_path: Path) -> None:
 
 def test_memory_is_refused_with_figures() -> None:
     gib = 1 << 30
-    assert room.check_memory(gib, False, 2, 6 * gib) is None
-    problem = room.check_memory(gib, True, 2, 6 * gib)
+    assert device.check_memory(gib, False, 2, 6 * gib) is None
+    problem = device.check_memory(gib, True, 2, 6 * gib)
     assert problem is not None
     assert all(part in problem for part in ("-e 1073741824", "2 ranks", "8.0 GiB", "6.0 GiB", "smaller -e"))
 

@@ -1,5 +1,4 @@
-"""``horovod``: collectives under Horovod's names, or Horovod itself where it is installed. See
-`collectives.horovod`."""
+"""``horovod``: collectives under its names, or Horovod itself where installed; see `collectives.horovod`."""
 
 from collectives.horovod import VERSION, choose_gradients, hand_over
 

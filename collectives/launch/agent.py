@@ -254,11 +254,9 @@ def adopt_orphans(adopt: bool = True) -> None:
 def end_descendants(
     grace: float, spare: Collection[int] = (), reap: Callable[[Collection[int]], object] | None = None
 ) -> None:
-    """Wait a bounded time for the descendants of this process to end, then kill them (Linux; none are found elsewhere).
+    """Wait ``grace`` seconds for the descendants of this process to end, then kill them, but those to spare (Linux).
 
     Args:
-        grace: seconds that they are given.
-        spare: pids that are left alone.
         reap: called with the pids of living descendants and ended children, to wait for the latter without blocking.
     """
     kill_from = time.monotonic() + grace

@@ -47,11 +47,7 @@ def run(
     executable: str | None = None,
     timeout: float | None = None,
 ) -> list[Any]:
-    """Call ``function(*args, **kwargs)`` on ``np`` ranks of a new job; see `collectives.run`, which calls this.
-
-    Returns:
-        The function's results, by rank.
-    """
+    """Call ``function(*args, **kwargs)`` on ``np`` ranks of a new job; see `collectives.run`, which calls this."""
     with tempfile.TemporaryDirectory(prefix="collectives-run-") as name:
         folder = Path(name)
         (folder / CALL).write_bytes(_pickled(function, tuple(args), dict(kwargs or {})))

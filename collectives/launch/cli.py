@@ -38,11 +38,7 @@ _OF_SSH = {
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Check that ``collectivesrun`` accepts these arguments.
-
-    Raises:
-        InvalidArgumentError: it does not; says why.
-    """
+    """Raise an InvalidArgumentError that says why, if ``collectivesrun`` does not accept these arguments."""
     parser = make_parser()
     _ranks_and_hosts(parser.parse_args(split(parser, arguments)[0]))
 
@@ -198,9 +194,6 @@ def _launcher(name: str) -> Launcher | None:
 
     Args:
         name: "mpi" or "ssh"; empty: MPI if it is installed.
-
-    Raises:
-        InvalidArgumentError: MPI is requested, and not installed; or its ``mpirun`` cannot be used.
     """
     missing = [] if find_spec("mpi4py") else ["mpi4py (pip install mpi4py)"]
     if name == "ssh" or (missing and not name):
@@ -228,13 +221,7 @@ def _start(
     environment: Mapping[str, str],
     config: Config,
 ) -> int:
-    """Start the ranks and return their exit code.
-
-    Args:
-        launcher: the MPI launcher that starts them; None: this program does, on other hosts by ssh.
-        environment: the ranks'.
-        config: the settings in it.
-    """
+    """Start the ranks, by the MPI launcher or without one, and return their exit code."""
     remote = Ssh(options.ssh_port, options.ssh_identity_file or "", options.start_timeout or Ssh().timeout)
     shown = Output(ranks, tag=options.tag, verbose=options.verbose)
     placement = ",".join(str(len(own)) for own in ranks_of_each(ranks, hosts)) if options.as_horovod else ""

@@ -149,8 +149,7 @@ def _words(text: str) -> list[str]:
 def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide arguments into the launcher's own and the user's command, which begins at the first non-option.
 
-    Raises:
-        InvalidArgumentError: an option is unknown, ambiguous, contradicts another, or lacks its value.
+    An InvalidArgumentError names an option that is unknown, ambiguous, contradicts another, or lacks its value.
     """
     actions = {name: action for action in parser._actions for name in action.option_strings}
     own: list[str] = []
@@ -202,11 +201,7 @@ def _in_full(argument: str, actions: Mapping[str, argparse.Action]) -> tuple[str
 
 
 def check_together(flags: Sequence[str]) -> None:
-    """Check that options, by their full names, do not contradict each other.
-
-    Raises:
-        InvalidArgumentError: two of them do; names both.
-    """
+    """Raise an InvalidArgumentError if two of the options, by their full names, contradict each other."""
     distinct = list(dict.fromkeys(flags))
     pairs = [(f"--{flag.removeprefix('--no-')}", flag) for flag in distinct if flag.startswith("--no-")]
     for group in (*_ONE_OF, *pairs):

@@ -59,12 +59,7 @@ class ConfigFile:
 
 
 def read(path: str) -> ConfigFile:
-    """Read a configuration file.
-
-    Raises:
-        InvalidArgumentError: the file cannot be read, is not YAML, or has an invalid value; names file and line.
-        MissingDependencyError: PyYAML is not installed.
-    """
+    """Read a configuration file; raises InvalidArgumentError with file and line, or MissingDependencyError (PyYAML)."""
     settings = ConfigFile()
     for place, key, text in _entries(path, settings.ignored):
         try:

@@ -32,11 +32,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Parse ``host1:4,host2:4``; a host without a number takes one rank.
-
-    Raises:
-        InvalidArgumentError: an entry is invalid; shows it.
-    """
+    """Parse ``host1:4,host2:4``; a host without a number takes one rank. Raises InvalidArgumentError."""
     hosts = []
     for entry in text.split(","):
         match = _HOST.fullmatch(entry.strip())
@@ -51,8 +47,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 def read_hostfile(path: str) -> tuple[Host, ...]:
     """Read a host file: lines ``host slots=4`` (Open MPI) or ``host:4`` (MPICH); ``#`` starts a comment.
 
-    Raises:
-        InvalidArgumentError: the file cannot be read, has no host, or has an invalid line; names the line.
+    An InvalidArgumentError names the line.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()

@@ -77,11 +77,7 @@ def with_tools(path: str, environment: Mapping[str, str]) -> dict[str, str]:
 def find() -> Launcher | None:
     """Find the ``mpirun`` to use: the one beside this Python (an MPI wheel's) before the first one on PATH.
 
-    Returns:
-        None if there is none.
-
-    Raises:
-        InvalidArgumentError: it does not run, or its MPI is unknown.
+    Returns None if there is none, and raises InvalidArgumentError for one that does not run, or of an unknown MPI.
     """
     beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
     path = beside if os.access(beside, os.X_OK) else shutil.which("mpirun") or shutil.which("mpiexec")
@@ -125,12 +121,9 @@ def build(
     """Build the command that starts the ranks; a pure function.
 
     Args:
-        program: the command of each rank.
         environment: the launcher's. Variables of collectives are passed to all ranks by every MPI; with several hosts,
             those of Python, CUDA and NCCL as well (Hydra passes on the whole environment by itself).
-        hosts: where the ranks run; empty: on this host.
         machinefile: path of a file with one ``host:ranks`` per line; Intel MPI needs it if hosts are given.
-        mpi_args: further arguments for ``mpirun``, passed on unchanged.
         root: whether the superuser starts them.
         cores: the number of this host's cores.
     """
@@ -160,10 +153,9 @@ def build(
 
 
 class MpiRanks(Ranks):
-    """The ranks of one ``mpirun``.
+    """The ranks of one ``mpirun``, which does not end reliably.
 
-    MPI launchers do not end reliably: Open MPI's was seen to hang, ignoring SIGTERM, after a rank had died during
-    start-up.
+    Open MPI's was seen to hang, ignoring SIGTERM, after a rank had died during start-up.
     """
 
     ends_within = 1.5

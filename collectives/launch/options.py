@@ -14,11 +14,7 @@ from collectives.base.config import Config, count, parse_bool, parser
 
 
 def parsed(parse: Callable[[str], Any], text: str, expected: str | None = None) -> Any:
-    """Parse a text; ``expected`` describes a valid one, as the parser's docstring does by default.
-
-    Raises:
-        ValueError: the text is invalid; says what is expected.
-    """
+    """Parse a text; a ValueError says what is ``expected``, by default the parser's docstring."""
     try:
         return parse(text)
     except (ValueError, LookupError):
@@ -94,14 +90,7 @@ class Ignored:
     off: str = "0"
 
     def variables(self, name: str, text: str | None) -> dict[str, str]:
-        """Return the variables that ``horovodrun`` would set.
-
-        Args:
-            name: the spelling, or the key.
-            text: the value; None: there is none.
-
-        Raises as `parsed`.
-        """
+        """Return the variables that ``horovodrun`` would set for a spelling or key; raises as `parsed`."""
         on = not name.startswith("--no-") if text is None else parsed(self.parse or parse_bool, text)
         if not self.variable:
             return {}

@@ -40,8 +40,6 @@ class Output:
     """Reads the launcher's output, shows the ranks' output and collects their records.
 
     Args:
-        tag: whether lines are tagged with their rank.
-        verbose: whether to show the launcher's messages and all tracebacks.
         targets: file descriptors for the ranks' stdout and stderr.
     """
 

@@ -31,8 +31,7 @@ _OF_MPI = ("OMPI_COMM_", "PMI_", "PMIX_", "MPI_LOCAL")
 
 
 def of_no_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the place in a job that an outer launcher of this package, or torchrun, has given
-    this process.
+    """Return an environment without the place in a job that an outer ``collectivesrun`` or torchrun has given.
 
     An MPI launcher replaces its own variables. ``MASTER_ADDR`` and ``MASTER_PORT`` without a rank are the user's.
     """
@@ -54,23 +53,14 @@ def of_no_process(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def merge(environment: Mapping[str, str], flags: Chosen, file: Chosen) -> dict[str, str]:
-    """Return the environment for the ranks.
-
-    Args:
-        flags: settings chosen by options; take precedence over the file.
-        file: settings chosen by the configuration file; take precedence over the environment.
-    """
+    """Return the environment for the ranks. Options precede the file, which precedes the environment."""
     return {**environment, **{_variable(setting): text for setting, text in _settings({**file, **flags}).items()}}
 
 
 def merge_as_horovod(
     environment: Mapping[str, str], flags: Chosen, file: Chosen, variables: Mapping[str, str]
 ) -> dict[str, str]:
-    """`merge` with Horovod's variables, for settings that Horovod has.
-
-    Args:
-        variables: variables that ``horovodrun`` would set for options that have no effect here.
-    """
+    """`merge` with Horovod's variables where it has them; ``variables`` are of options that have no effect here."""
     chosen = {**file, **flags}
     merged = {**environment, **variables}
     for setting, text in _settings(chosen).items():

@@ -31,11 +31,7 @@ _PACKAGES = {
 
 
 def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
-    """Describe what is installed, and return also whether it can start several ranks.
-
-    Args:
-        as_horovod: append the table that ``horovodrun --check-build`` prints.
-    """
+    """Describe what is installed, as ``horovodrun`` does too if asked to; and whether several ranks can be started."""
     from collectives.worlds import capabilities  # brings NumPy and the engine, which starting ranks does without
 
     lines = [
@@ -84,8 +80,7 @@ def _several(launcher: Launcher | None, usable: bool, library: str) -> str:
     """Return whether ``collectivesrun`` can start several ranks, and how, if nothing is said about it.
 
     Args:
-        launcher: the ``mpirun`` that was found.
-        usable: False if one was found that cannot be used.
+        usable: False if an ``mpirun`` was found that cannot be used.
         library: the MPI that mpi4py loads.
     """
     if not usable and version("mpi4py"):
@@ -127,11 +122,7 @@ def _horovods_table() -> list[str]:
 
 
 def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
-    """Describe the planner's choices for a number of ranks, assuming that hosts permit every transport.
-
-    Raises:
-        InvalidArgumentError, TransportError: the settings force an algorithm or transport that cannot be used here.
-    """
+    """Describe the planner's choices for a number of ranks, assuming that hosts permit every transport."""
     planner = importlib.import_module("collectives.plan.planner")
     placed = tuple(tuple(own) for own in ranks_of_each(ranks, hosts) if own)
     over_tcp = len(placed) > 1 and config.network == "tcp"

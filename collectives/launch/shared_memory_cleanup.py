@@ -24,12 +24,7 @@ _NO_SHARED_MEMORY = re.compile(r"^RssShmem:\s+0 kB$", re.MULTILINE)
 
 
 def sweep(began: float, folder: Path = _FOLDER) -> None:
-    """Remove the files that a job has left on this host.
-
-    Args:
-        began: when the job began, in seconds since the epoch; it has ended.
-        folder: where shared memory is.
-    """
+    """Remove the files that a job has left on this host since it ``began``, in seconds since the epoch."""
     left = _unused(began, folder)
     if left and not users_may_be_hidden():
         time.sleep(_BETWEEN)  # by then a newly created file is mapped

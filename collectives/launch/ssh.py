@@ -36,11 +36,7 @@ class Ssh:
     timeout: float = 30.0
 
     def command(self, host: str, words: Sequence[str]) -> list[str]:
-        """Return the command that runs ``words`` on a host, without asking for passwords.
-
-        Raises:
-            MissingDependencyError: ssh is not installed.
-        """
+        """Return the command that runs ``words`` on a host without passwords; MissingDependencyError without ssh."""
         return [
             *(self._program(), "-T", "-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(self.timeout))}"),
             *self._options(),
@@ -92,11 +88,8 @@ def is_here(host: str) -> bool:
 def address_for(hosts: Sequence[str], interface: str, ssh: Ssh) -> str:
     """Return this host's address for ranks on other hosts, or loopback if there are none.
 
-    Args:
-        interface: the setting ``network_interface``; empty: the interface that leads to the first of the hosts.
-
-    Raises:
-        InvalidArgumentError: there is no such interface, or no host can be reached.
+    By the setting ``network_interface``, or else the interface that leads to the first of the hosts. Raises
+    InvalidArgumentError without one.
     """
     if not hosts:
         return network.LOOPBACK

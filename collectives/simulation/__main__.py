@@ -48,19 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def predict(collective: str, nbytes: int, network: Network, segment: int | None = None) -> dict[str, Report]:
-    """Simulate every algorithm of a collective that has a schedule.
+    """Simulate every algorithm of a collective that has a schedule; arguments and errors as of `simulate`.
 
     Args:
-        collective: its name.
         nbytes: of a rank's input; of an allgather's result.
-        network: with its hosts.
-        segment: as of `simulate`.
-
-    Returns:
-        The reports by the algorithm's name.
-
-    Raises:
-        InvalidArgumentError: as `simulate`.
     """
     hosts = network.hosts or ()
     size, reports = sum(map(len, hosts)), {}

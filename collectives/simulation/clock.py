@@ -74,10 +74,9 @@ def simulate(
         raise InvalidArgumentError(f"sizes: expected the bytes of each chunk, found {min(sizes)}")
     traffic = Traffic(schedules, sizes, segment, stride)
     links = Topology(network, traffic.size)
-    clock = _Clock(traffic, links, network.reduction)
-    clock.run()
-    total = float(clock.done.max())
-    return Report(clock.done, total, _busbw(traffic, sum(sizes), total), links.named(clock.crossed), clock.messages)
+    done, crossed, messages = _play(traffic, links, network.reduction)
+    total = float(done.max())
+    return Report(done, total, _busbw(traffic, sum(sizes), total), links.named(crossed), messages)
 
 
 def _busbw(traffic: Traffic, nbytes: int, total: float) -> float:
@@ -109,62 +108,44 @@ class _Messages:
         return self.ends[:, leaving], self.nbytes[leaving]
 
 
-class _Clock:
-    """Plays the groups of all ranks.
-
-    Attributes:
-        done: when each rank has finished.
-        crossed: bytes that crossed each link.
-        messages: the number of messages.
-    """
-
-    def __init__(self, traffic: Traffic, links: Topology, reduction: float) -> None:
-        self._traffic, self._links, self._reduction = traffic, links, reduction
-        self.done = np.zeros(traffic.size)
-        self.crossed = np.zeros(len(links.capacity))
-        self.messages = 0
-
-    def _send(self, ends: Ints, nbytes: Floats) -> tuple[Ints, Floats]:
-        """Count messages that leave. Returns their paths and latencies."""
-        paths, latency = self._links.paths(ends)
-        self.crossed += np.bincount(paths.ravel(), np.tile(nbytes, len(paths)), len(self.crossed))
-        self.messages += len(nbytes)
-        return paths, latency
-
-    def run(self) -> None:
-        size = self._traffic.size
-        flows = Flows(self._links.capacity)
-        at = np.zeros(size, np.int64)  # the step group that each rank is in, or begins next
-        begins = np.full(size, 0.0 if self._traffic.groups else np.inf)  # when the rank begins it; infinity once it has
-        waits = np.zeros(size, np.int64)  # messages of it that the rank still waits for
-        groups: dict[int, _Messages] = {}
-        now = 0.0
-        while True:
-            ready = np.flatnonzero(begins <= now * (1 + TOLERANCE))
-            begins[ready] = np.inf
-            for number in np.unique(at[ready]).tolist():
-                members = ready[at[ready] == number]
-                if number not in groups:
-                    groups[number] = _Messages(*self._traffic.group(number))
-                waits[members] = groups[number].counts[members]
-                ends, nbytes = groups[number].enter(members)
-                paths, latency = self._send(ends, nbytes)
-                flows.add(ends, paths, nbytes, now + latency)
-            if not len(ready):
-                moment = min(float(begins.min()), flows.next_event(now))
-                if moment == np.inf:
-                    return
-                ends = flows.advance(now, moment)
-                now = moment
-                ready = np.unique(ends)
-                waits -= np.bincount(ends.ravel(), minlength=size)
-            through = ready[waits[ready] == 0]
-            for number in np.unique(at[through]).tolist():
-                members = through[at[through] == number]
-                then = now + groups[number].reduced[members] / self._reduction
-                last = number == self._traffic.groups - 1
-                (self.done if last else begins)[members] = then
-                groups[number].remaining -= len(members)
-                if not groups[number].remaining:
-                    del groups[number]
-            at[through] += 1
+def _play(traffic: Traffic, links: Topology, reduction: float) -> tuple[Floats, Floats, int]:
+    """Play the groups of all ranks: when each is done, the bytes that crossed each link, the number of messages."""
+    size = traffic.size
+    done, crossed, messages = np.zeros(size), np.zeros(len(links.capacity)), 0
+    flows = Flows(links.capacity)
+    at = np.zeros(size, np.int64)  # the step group that each rank is in, or begins next
+    begins = np.full(size, 0.0 if traffic.groups else np.inf)  # when the rank begins it; infinity once it has
+    waits = np.zeros(size, np.int64)  # messages of it that the rank still waits for
+    groups: dict[int, _Messages] = {}
+    now = 0.0
+    while True:
+        ready = np.flatnonzero(begins <= now * (1 + TOLERANCE))
+        begins[ready] = np.inf
+        for number in np.unique(at[ready]).tolist():
+            members = ready[at[ready] == number]
+            if number not in groups:
+                groups[number] = _Messages(*traffic.group(number))
+            waits[members] = groups[number].counts[members]
+            ends, nbytes = groups[number].enter(members)
+            paths, latency = links.paths(ends)
+            crossed += np.bincount(paths.ravel(), np.tile(nbytes, len(paths)), len(crossed))
+            messages += len(nbytes)
+            flows.add(ends, paths, nbytes, now + latency)
+        if not len(ready):
+            moment = min(float(begins.min()), flows.next_event(now))
+            if moment == np.inf:
+                return done, crossed, messages
+            ends = flows.advance(now, moment)
+            now = moment
+            ready = np.unique(ends)
+            waits -= np.bincount(ends.ravel(), minlength=size)
+        through = ready[waits[ready] == 0]
+        for number in np.unique(at[through]).tolist():
+            members = through[at[through] == number]
+            then = now + groups[number].reduced[members] / reduction
+            last = number == traffic.groups - 1
+            (done if last else begins)[members] = then
+            groups[number].remaining -= len(members)
+            if not groups[number].remaining:
+                del groups[number]
+        at[through] += 1

@@ -72,14 +72,7 @@ class Topology:
             )
 
     def paths(self, ends: Ints) -> tuple[Ints, Floats]:
-        """The links that each message passes, and its latency.
-
-        Args:
-            ends: two rows, the senders and the receivers.
-
-        Returns:
-            An array (4, messages) of link numbers, and the latencies in seconds.
-        """
+        """The links that each message passes, an array (4, messages), and its latency; ``ends``: senders, receivers."""
         sender, receiver = ends
         n, home, away = self._size, self._host_of[sender], self._host_of[receiver]
         local = home == away

@@ -17,17 +17,7 @@ _ROUND, _RANK, _PEER, _CHUNK, _SPAN = range(5)  # the rows of a table of steps
 
 
 class Traffic:
-    """All messages of a collective and the reductions of each rank, in arrays sorted by round.
-
-    Args:
-        schedules: of all ranks, in their order.
-        sizes: bytes of each chunk.
-        segment: bytes of a chunk in a segment; None: the whole chunk.
-        stride: groups between the starts of two segments.
-
-    Raises:
-        InvalidArgumentError: the schedules do not fit the sizes, or a send and its receive do not meet.
-    """
+    """All messages of a collective and the reductions of each rank, in arrays sorted by round; see `clock.simulate`."""
 
     def __init__(self, schedules: Iterable[Schedule], sizes: Sequence[int], segment: int | None, stride: int) -> None:
         sends: list[Ints] = []

@@ -10,10 +10,9 @@ from collectives.worlds import runtime
 
 
 class HorovodBasics:
-    """Provides the names of `collectives.horovod` as attributes: ``init``, ``rank``, ``mpi_built`` and so on.
+    """The names of `collectives.horovod` as attributes: ``init``, ``rank``, ``mpi_built`` and so on.
 
-    Args:
-        pkg_path, args: the location of Horovod's compiled library; ignored.
+    The arguments are the location of Horovod's compiled library, which there is none of.
     """
 
     def __init__(self, pkg_path: str, *args: str) -> None:
@@ -36,11 +35,7 @@ class HorovodBasics:
         return runtime.process_set_of(process_set_id).size()
 
     def _comm_process_set_id(self, comm: Any) -> int:
-        """Return the number of the process set with the ranks of a communicator of mpi4py.
-
-        Raises:
-            InvalidArgumentError: there is none.
-        """
+        """Return the number of the process set with the ranks of a communicator; InvalidArgumentError without one."""
         from mpi4py import MPI
 
         group, whole = comm.Get_group(), MPI.COMM_WORLD.Get_group()

@@ -7,11 +7,7 @@ from collectives.worlds import runtime
 
 
 def add_process_set(process_set: Any) -> ProcessSet:
-    """`collectives.add_process_set` with Horovod's restriction: the ranks must differ from those of known sets.
-
-    Raises:
-        ValueError: a set has these ranks already, or all ranks do.
-    """
+    """`collectives.add_process_set`, but a ValueError if a set, or the world, has these ranks already."""
     return runtime.add_process_set(process_set, unlike=True)
 
 

@@ -48,11 +48,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Check that ``"horovod.torch"`` and so on can be used.
-
-    Raises:
-        ImportError: the framework is not installed, or has no adapter here.
-    """
+    """Raise an ImportError unless ``"horovod.torch"`` (or another) can be used."""
     framework = ext_name.rpartition(".")[2]
     if not extension_available(framework):
         raise ImportError(
@@ -105,11 +101,7 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, bool | None], Any]:
-    """Return the function ``(op, average) -> op`` that translates the older argument ``average``.
-
-    Args:
-        reduce_ops: has ``Average`` and ``Sum``.
-    """
+    """Return the function ``(op, average) -> op`` that translates the older argument to one of ``reduce_ops``."""
 
     def choose(op: Any, average: bool | None) -> Any:
         if op is not None and average is not None:
@@ -140,8 +132,7 @@ def check_installed_version(name: str, version: str, exception: Exception | None
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
     """Whether the version ``ver`` is ``target`` or later. Needs ``packaging``, which PyTorch and TensorFlow install.
 
-    Raises:
-        ValueError: they are not strings, or ``target`` is not of the form major.minor.patch.
+    A ValueError names what is no string, or a ``target`` that is not of the form major.minor.patch.
     """
     from packaging.version import Version
 

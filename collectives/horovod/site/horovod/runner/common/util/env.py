@@ -10,8 +10,7 @@ _PLACES = (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM
 def get_env_rank_and_size() -> tuple[int, int]:
     """Return rank and size from the launcher's variables, before ``init()``; (0, 1) without a launcher.
 
-    Raises:
-        RuntimeError: only one of the two is set.
+    A RuntimeError if only one of the two is set.
     """
     for names in _PLACES:
         rank, size = (os.environ.get(name) for name in names)

@@ -53,8 +53,8 @@ def call(
     """Add a callback to the graph that is being built.
 
     Args:
-        make: returns the callback for an operation of the given name. It must return one object for equal names:
-            TensorFlow never releases callbacks.
+        make: returns the callback for an operation of the given name. Callbacks of equal names compare equal, so that
+            one object serves all: TensorFlow never releases callbacks.
         collective: its name in messages.
         tensors: the callback's arguments.
         types, shapes: of its results; shapes may be partially known.

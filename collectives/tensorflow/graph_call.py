@@ -63,9 +63,7 @@ class GraphCall:
         return world_of(self.process_set)
 
     def named(self, name: str | None) -> GraphCall:
-        """The call by another name, as one object for all equal calls."""
-        call = replace(self, name=name)
-        return _known.setdefault(call, call)
+        return replace(self, name=name)
 
     def other(self, collective: str, suffix: str = "", **changes: Any) -> GraphCall:
         """A call of another collective, with the ranks, name and ``exact`` of this one."""
@@ -98,10 +96,6 @@ def _number(root: Any) -> int:
             "root_rank: expected a rank that is known when the operation is made, got "
             f"{detection.describe(root)}; pass an int"
         ) from None
-
-
-_known: dict[GraphCall, GraphCall] = {}
-"""Interned calls, never evicted: TensorFlow retains its callbacks. Tracing a function again adds none."""
 
 
 @raises_tensorflow

@@ -15,7 +15,7 @@ results (`collectives.frontends.joined`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from collectives.frontends import broadcasts, joined
 from collectives.frontends.joined import Shapes
 from collectives.tensorflow import graph
 from collectives.tensors.host_frameworks import wrap_tensorflow
+from collectives.worlds.world import World
 
 if TYPE_CHECKING:
     from collectives.tensorflow.graph_call import GraphCall
@@ -38,26 +39,6 @@ _SMALL = 32 << 10
 _NO_PARTS = Shapes()
 _ROW = 64
 """TensorFlow splits memory without a copy at multiples of this many bytes."""
-
-
-@dataclass(frozen=True)
-class PackedArgument:
-    """The contents of one argument of a callback.
-
-    Attributes:
-        numbers: the positions of its tensors among those that were passed.
-        shapes: their shapes; empty if the argument is a single tensor whose shape is unknown until the graph runs.
-        in_rows: whether its result shares an array with others of its dtype.
-    """
-
-    numbers: tuple[int, ...]
-    shapes: Shapes
-    in_rows: bool
-
-    @property
-    def parts(self) -> Shapes:
-        """The shapes of the tensors, if several were copied into one."""
-        return self.shapes if len(self.numbers) > 1 else _NO_PARTS
 
 
 def allreduce(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
@@ -74,28 +55,13 @@ def allreduce_now(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
     by_dtype: dict[Any, list[int]] = {}
     for number, array in enumerate(arrays):
         by_dtype.setdefault(array.dtype, []).append(number)
-    places, wholes = list(arrays), []
-    world = call.world
-    for dtype, numbers in by_dtype.items():
-        unit = _ROW // dtype.itemsize
-        ends = list(accumulate(-(-arrays[number].size // unit) * unit for number in numbers))
-        whole = world.memory(ends[-1], dtype)
-        wholes.append(whole)
-        for number, start in zip(numbers, [0, *ends], strict=False):
-            array = arrays[number]
-            places[number] = whole[start : start + array.size].reshape(array.shape)
-    how = call.reduce_options()
-    if call.compression is not None:
-        how["compression"] = call.compression
-    if len(arrays) == 1:
-        world.allreduce(arrays[0], out=places[0], **how)
-    elif joined.pays(arrays, call.op, call.compression):
-        shapes = [tuple(arrays[number].shape for number in numbers) for numbers in by_dtype.values()]
-        flat = [place.reshape(-1) for place in places]
-        joined.allreduce(world, arrays, flat, wholes, shapes, **how)
-    else:
-        world.grouped_allreduce(arrays, out=places, **how)
-    return [wrap_tensorflow(place) for place in places]
+    results, places = _memory(call.world, arrays, list(by_dtype.values()))
+
+    def parts_of_results() -> list[Any]:
+        return [tuple(arrays[number].shape for number in numbers) for numbers in by_dtype.values()]
+
+    _reduce(call, arrays, results, places, [_NO_PARTS] * len(arrays), parts_of_results)
+    return [wrap_tensorflow(place.reshape(array.shape)) for place, array in zip(places, arrays, strict=True)]
 
 
 def broadcast(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
@@ -108,42 +74,54 @@ def broadcast(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
 
 def _packed(tensors: Sequence[Any], packs: bool, kind: type[_PackedCallback], call: GraphCall) -> list[Any]:
     """Call a callback with tensors, the small ones copied together if ``packs``; returns a result for each tensor."""
+    contents = _arguments(tensors, packs)
     inputs: list[Any] = []
-    parts: list[PackedArgument] = []
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        numbers = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        small = [number for number in numbers if packs and _is_small(tensors[number])]
-        small = small if len(small) > 1 else []
-        large = sorted({*numbers} - {*small})
-        split = {number for number in large if _fills_rows(tensors[number])}
-        rows = len(split) + bool(small) > 1
-        if small:
-            inputs.append(tf.concat([tf.reshape(tensors[number], [-1]) for number in small], 0))
-            parts.append(
-                PackedArgument(tuple(small), Shapes(tuple(tensors[number].shape.as_list()) for number in small), rows)
-            )
-        for number in large:
-            inputs.append(tensors[number])
-            shape = tensors[number].shape
-            shapes = Shapes([tuple(shape.as_list())] if shape.is_fully_defined() else [])
-            parts.append(PackedArgument((number,), shapes, rows and number in split))
+    shapes: list[Shapes] = []
+    groups: list[list[int]] = []
+    in_rows: dict[Any, list[int]] = {}
+    for at, numbers in enumerate(contents):
+        members = [tensors[number] for number in numbers]
+        first, is_known = members[0], members[0].shape.is_fully_defined()
+        inputs.append(first if len(members) == 1 else tf.concat([tf.reshape(each, [-1]) for each in members], 0))
+        shapes.append(Shapes(tuple(each.shape.as_list()) for each in members) if is_known else _NO_PARTS)
+        if len(members) == 1 and not _fills_rows(first):
+            groups.append([at])
+            continue
+        if first.dtype not in in_rows:
+            in_rows[first.dtype] = []
+            groups.append(in_rows[first.dtype])
+        in_rows[first.dtype].append(at)
 
     def make(name: str | None) -> _PackedCallback:
-        return _interned(kind(replace(call, name=name), tuple(parts)))
+        return kind(replace(call, name=name), tuple(contents), tuple(shapes), tuple(map(tuple, groups)))
 
     if tf.executing_eagerly():
         outputs = [wrap_tensorflow(array) for array in make(call.name)(*map(np.asarray, inputs))]
     else:
-        types = [tensor.dtype for tensor in _outputs(inputs, parts)]
+        types = [inputs[members[0]].dtype for members in groups]
         outputs = graph.call(
             make, call.collective, inputs, types, [None] * len(types), call.name, call.ignore_name_scope
         )
     results = list(tensors)
-    for part, values in zip(parts, _pieces(outputs, inputs, parts), strict=True):
-        pieces = [values] if len(part.numbers) == 1 else _apart(values, part.shapes)
-        for number, piece in zip(part.numbers, pieces, strict=True):
-            results[number] = _shaped(piece, tensors[number])
+    for output, arguments in zip(outputs, groups, strict=True):
+        for at, values in zip(arguments, _pieces(output, [inputs[at] for at in arguments]), strict=True):
+            pieces = [values] if len(contents[at]) == 1 else _apart(values, shapes[at])
+            for number, piece in zip(contents[at], pieces, strict=True):
+                results[number] = _shaped(piece, tensors[number])
     return results
+
+
+def _arguments(tensors: Sequence[Any], packs: bool) -> list[tuple[int, ...]]:
+    """The positions of the tensors in each argument, dtype by dtype; several small tensors are one argument."""
+    arguments: list[tuple[int, ...]] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        small = {number for number in numbers if packs and _is_small(tensors[number])}
+        if len(small) > 1:
+            arguments.append(tuple(sorted(small)))
+            numbers = [number for number in numbers if number not in small]
+        arguments += [(number,) for number in numbers]
+    return arguments
 
 
 def _is_small(tensor: Any) -> bool:
@@ -154,46 +132,18 @@ def _fills_rows(tensor: Any) -> bool:
     return bool(tensor.shape.is_fully_defined() and tensor.shape.num_elements() * tensor.dtype.size % _ROW == 0)
 
 
-def _outputs(inputs: Sequence[Any], parts: Sequence[PackedArgument]) -> list[Any]:
-    """For each result of the callback the argument whose result it is, or the first of those that share it."""
-    seen: set[Any] = set()
-    outputs = []
-    for tensor, part in zip(inputs, parts, strict=True):
-        if not part.in_rows or tensor.dtype not in seen:
-            outputs.append(tensor)
-        if part.in_rows:
-            seen.add(tensor.dtype)
-    return outputs
-
-
-def _pieces(outputs: Sequence[Any], inputs: Sequence[Any], parts: Sequence[PackedArgument]) -> list[Any]:
-    """Split the callback's results into one piece for each argument."""
-    rest = iter(outputs)
-    shared: dict[Any, Any] = {}
-    pieces = []
-    for tensor, part in zip(inputs, parts, strict=True):
-        if not part.in_rows:
-            pieces.append(next(rest))
-            continue
-        if tensor.dtype not in shared:
-            counts = [
-                x.shape.num_elements()
-                for x, other in zip(inputs, parts, strict=True)
-                if other.in_rows and x.dtype == tensor.dtype
-            ]
-            lines = [_rows(count, tensor.dtype.size) for count in counts]
-            whole = tf.reshape(next(rest), [sum(lines), _ROW // tensor.dtype.size])
-            shared[tensor.dtype] = iter(tf.split(whole, lines))
-        pieces.append(next(shared[tensor.dtype]))
-    return pieces
+def _pieces(output: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Split a result of the callback into one piece for each argument that it belongs to."""
+    if len(inputs) == 1:
+        return [output]
+    rows = [-(-tensor.shape.num_elements() * tensor.dtype.size // _ROW) for tensor in inputs]
+    return list(tf.split(tf.reshape(output, [sum(rows), _ROW // output.dtype.size]), rows))
 
 
 def _apart(values: Any, shapes: Shapes) -> list[Any]:
     """Split an array into the tensors that were copied into it; its last row may be padded."""
-    counts = [math.prod(shape) for shape in shapes]
-    values = tf.reshape(values, [-1])
-    padding = [-1] if values.shape[0] is None or values.shape[0] > sum(counts) else []
-    return list(tf.split(values, counts + padding)[: len(counts)])
+    *pieces, _ = tf.split(tf.reshape(values, [-1]), [*map(math.prod, shapes), -1])
+    return pieces
 
 
 def _shaped(values: Any, like: Any) -> Any:
@@ -202,83 +152,91 @@ def _shaped(values: Any, like: Any) -> Any:
     return tf.ensure_shape(tf.reshape(values, tf.shape(like)), like.shape)
 
 
-def _rows(count: int, itemsize: int) -> int:
-    """The number of rows that ``count`` elements occupy."""
-    return -(-count * itemsize // _ROW)
+# ---- execution
 
 
-# ---- when the graph runs
+def _memory(world: World, arrays: Sequence[Any], groups: Sequence[Sequence[int]]) -> tuple[list[Any], list[Any]]:
+    """Allocate a result for each group of arrays, and for each array its place in one, 1-D and beginning at a row."""
+    results: list[Any] = []
+    places = list(arrays)
+    for members in groups:
+        dtype = arrays[members[0]].dtype
+        if len(members) == 1:
+            results.append(world.memory(arrays[members[0]].size, dtype))
+            places[members[0]] = results[-1]
+            continue
+        unit = _ROW // dtype.itemsize
+        ends = list(accumulate(-(-arrays[number].size // unit) * unit for number in members))
+        results.append(world.memory(ends[-1], dtype))
+        for number, start in zip(members, [0, *ends], strict=False):
+            places[number] = results[-1][start : start + arrays[number].size]
+    return results, places
+
+
+def _reduce(
+    call: GraphCall,
+    arrays: Sequence[Any],
+    results: Sequence[Any],
+    places: Sequence[Any],
+    parts: Sequence[Shapes],
+    parts_of_results: Callable[[], Sequence[Any]],
+) -> None:
+    """All-reduce arrays into their places; ``parts`` are the shapes of the tensors that an array consists of."""
+    how = call.reduce_options()
+    if call.compression is not None:
+        how["compression"] = call.compression
+    if len(arrays) == 1:
+        call.world.allreduce(arrays[0], out=places[0], parts=parts[0], **how)
+    elif joined.pays(arrays, call.op, call.compression):
+        joined.allreduce(call.world, arrays, places, results, parts_of_results(), **how)
+    else:
+        call.world.grouped_allreduce(arrays, out=places, parts=parts, **how)
 
 
 @dataclass(frozen=True)
 class _PackedCallback:
-    """A callback: the call that it runs, and the contents of its arguments."""
+    """A callback of a graph.
+
+    Attributes:
+        call: what it runs.
+        contents: for each argument the positions of its tensors among those that were passed.
+        shapes: for each argument the shapes of its tensors; empty if it is a single tensor whose shape is unknown until
+            the graph runs.
+        groups: for each result the arguments that belong to it.
+    """
 
     call: GraphCall
-    arguments: tuple[PackedArgument, ...]
-    _known: list[Shapes] = field(default_factory=list, init=False, compare=False)
-    """What `_parts_of_results` returns, if no shape is unknown until the graph runs."""
+    contents: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shapes, ...]
+    groups: tuple[tuple[int, ...], ...]
 
     def __call__(self, *arrays: Any) -> list[Any]:
         raise NotImplementedError
 
-    def _memory(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Allocate the results, and the part of them that belongs to each argument."""
-        memory = self.call.world.memory
-        results, places = [], []
-        begun: dict[Any, int] = {}
-        for number, (array, part) in enumerate(zip(arrays, self.arguments, strict=True)):
-            count, dtype = array.size, array.dtype
-            if not part.in_rows:
-                results.append(memory(count, dtype))
-                places.append(results[-1])
-                continue
-            unit = _ROW // dtype.itemsize
-            if dtype not in begun:
-                begun[dtype] = 0
-                alike = zip(arrays[number:], self.arguments[number:], strict=True)
-                rows = sum(
-                    _rows(other.size, dtype.itemsize) for other, of in alike if of.in_rows and other.dtype == dtype
-                )
-                shared = memory(rows * unit, dtype)
-                results.append(shared)
-            places.append(shared[begun[dtype] : begun[dtype] + count])
-            begun[dtype] += _rows(count, dtype.itemsize) * unit
-        return results, places
 
-
+@dataclass(frozen=True)
 class _PackedAllreduce(_PackedCallback):
+    _cached_parts: list[Shapes] = field(default_factory=list, init=False, compare=False)
+    """For each result the shapes of all tensors in it, unless one is unknown until the graph runs."""
+
     def __call__(self, *arrays: Any) -> list[Any]:
-        call = self.call
-        results, places = self._memory(arrays)
-        how = call.reduce_options()
-        if call.compression is not None:
-            how["compression"] = call.compression
-        parts = [argument.parts for argument in self.arguments]
-        if len(arrays) == 1:
-            call.world.allreduce(arrays[0], out=places[0], parts=parts[0], **how)
-        elif joined.pays(arrays, call.op, call.compression):
-            joined.allreduce(call.world, arrays, places, results, self._parts_of_results(arrays), **how)
-        else:
-            call.world.grouped_allreduce(arrays, out=places, parts=parts, **how)
+        results, places = _memory(self.call.world, arrays, self.groups)
+        parts = [
+            shapes if len(numbers) > 1 else _NO_PARTS
+            for numbers, shapes in zip(self.contents, self.shapes, strict=True)
+        ]
+        _reduce(self.call, arrays, results, places, parts, lambda: self._parts_of_results(arrays))
         return results
 
     def _parts_of_results(self, arrays: Sequence[Any]) -> list[Shapes]:
-        """For each result the shapes of all tensors in it."""
-        if self._known:
-            return self._known
-        per_result: list[list[tuple[int, ...]]] = []
-        shared: dict[Any, list[tuple[int, ...]]] = {}
-        for array, argument in zip(arrays, self.arguments, strict=True):
-            if argument.in_rows and array.dtype in shared:
-                shared[array.dtype].extend(argument.shapes)
-                continue
-            per_result.append(list(argument.shapes or (array.shape,)))
-            if argument.in_rows:
-                shared[array.dtype] = per_result[-1]
-        parts = [Shapes(shapes) for shapes in per_result]
-        if all(argument.shapes for argument in self.arguments):
-            self._known[:] = parts
+        if self._cached_parts:
+            return self._cached_parts
+        parts = [
+            Shapes(shape for at in arguments for shape in self.shapes[at] or (arrays[at].shape,))
+            for arguments in self.groups
+        ]
+        if all(self.shapes):
+            self._cached_parts[:] = parts
         return parts
 
 
@@ -291,10 +249,10 @@ class PackedBroadcast(_PackedCallback):
 
         def prepare() -> tuple[tuple[list[Any], list[Any]], dict[str, str]]:
             described = {}
-            for array, argument in zip(arrays, self.arguments, strict=True):
-                for number, shape in zip(argument.numbers, argument.shapes or (array.shape,), strict=True):
+            for array, numbers, shapes in zip(arrays, self.contents, self.shapes, strict=True):
+                for number, shape in zip(numbers, shapes or (array.shape,), strict=True):
                     described[f"variable {number}"] = f"{dtypes.name(array.dtype)} of shape {shape}"
-            return self._memory(arrays), described
+            return _memory(call.world, arrays, self.groups), described
 
         world, root, (results, places) = broadcasts.agreed_root(label, call.root, call.process_set, prepare)
         if world.rank == root:
@@ -303,12 +261,3 @@ class PackedBroadcast(_PackedCallback):
         tensors = {str(number): place for number, place in enumerate(places)}
         broadcasts.broadcast_in_place(world, label, root, tensors, broadcasts.ArrayMemory())
         return results
-
-
-_callbacks: dict[_PackedCallback, _PackedCallback] = {}
-"""Interned callbacks, never evicted: TensorFlow retains its callbacks. One for each call and layout."""
-
-
-def _interned(callback: _PackedCallback) -> _PackedCallback:
-    """One object for all equal callbacks."""
-    return _callbacks.setdefault(callback, callback)

@@ -37,10 +37,10 @@ def returning(
     """Wrap a callback so that it returns errors as one more result.
 
     Returns:
-        The callback, and the dtypes and shapes of its results, the error included.
+        The callback, one object for all equal ones, and the dtypes and shapes of its results, the error included.
     """
     if not _is_registered():
-        return callback, list(types), list(shapes)
+        return _interned(callback), list(types), list(shapes)
     stand_ins = tuple((dtype, _smallest(shape)) for dtype, shape in zip(types, shapes, strict=True))
     return _guarded(callback, stand_ins), [*types, tf.uint8], [*shapes, tf.TensorShape([None])]
 
@@ -67,7 +67,7 @@ def checked(results: Sequence[Any], label: str) -> list[Any]:
 
 @functools.cache
 def _guarded(callback: Callable[..., Any], stand_ins: tuple[Any, ...]) -> Callable[..., list[Any]]:
-    """One wrapper for each callback, never evicted: TensorFlow retains its callbacks."""
+    """One wrapper for all equal callbacks, never evicted: TensorFlow retains its callbacks."""
 
     def guarded(*arrays: Any) -> list[Any]:
         try:
@@ -81,6 +81,11 @@ def _guarded(callback: Callable[..., Any], stand_ins: tuple[Any, ...]) -> Callab
             return [*nothing, np.frombuffer(told, np.uint8)]
 
     return guarded
+
+
+@functools.cache
+def _interned(callback: Callable[..., Any]) -> Callable[..., Any]:
+    return callback
 
 
 # ---- the operation --------------------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def test_what_one_rank_has_no_memory_for_is_told_to_all(
     rows = np.arange(4) if overlap else np.arange(4) + 10 * hvd.rank()
     values = np.ones((4, 2), np.float32)
     for owner, name, call in (
-        (packed_callbacks.PackedBroadcast, "_memory", lambda: hvd.broadcast_variables(variables, root_rank=0)),
+        (packed_callbacks, "_memory", lambda: hvd.broadcast_variables(variables, root_rank=0)),
         (np, "unique", lambda: sparse_rows.allreduce(collectives.world(), [values, rows], False, "rows")),
     ):
         with monkeypatch.context() as patch:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from collectives.base.errors import MismatchError
 from collectives.engine import callers
-from collectives.tensorflow import packed_callbacks
+from collectives.tensorflow import status
 from collectives.worlds.runtime import world
 
 
@@ -270,10 +270,10 @@ def test_functions_traced_again_share_their_callbacks(hvd_tf: Any) -> None:
 
     trace()
     gc.collect()
-    before = len(packed_callbacks._callbacks)
+    before = status._guarded.cache_info().currsize
     for _ in range(5):
         trace()
-    assert len(packed_callbacks._callbacks) == before
+    assert status._guarded.cache_info().currsize == before
 
 
 # ---- errors

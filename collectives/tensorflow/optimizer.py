@@ -11,10 +11,9 @@ import tensorflow as tf
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.tensorflow.aggregation import local_variable
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.gradients import GradientReduction, variable_key
-from collectives.tensorflow.optimizer_reduction import OptimizerReduction
+from collectives.tensorflow.optimizer_reduction import OptimizerReduction, after, local_variable, true_after
 from collectives.tensors.compression import Compression
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import global_process_set
@@ -101,15 +100,8 @@ def DistributedOptimizer(
 
 
 class _WrappedOptimizer:
-    """Base of the classes that precede the optimizer's own among the bases of a wrapped optimizer."""
-
-    def begin(self, reduction: GradientReduction) -> None:
-        """Set up the object, whose ``__init__`` is not called."""
-        raise NotImplementedError
-
-    def register_local_var(self, var: Any) -> None:
-        """Keep the gradients of a variable on this rank, divided by ``size()`` if ``scale_local_gradients``."""
-        raise NotImplementedError
+    """Base of the classes that precede the optimizer's own among the bases of a wrapped optimizer. Their ``begin`` sets
+    the object up, because its ``__init__`` is not called."""
 
 
 class _ReducesGradients(_WrappedOptimizer):
@@ -121,6 +113,7 @@ class _ReducesGradients(_WrappedOptimizer):
         self._reduction = OptimizerReduction(reduction)
 
     def register_local_var(self, var: Any) -> None:
+        """Keep the gradients of a variable on this rank, divided by ``size()`` if ``scale_local_gradients``."""
         self._reduction.register_local(var)
 
     @unconverted
@@ -153,7 +146,7 @@ class _ReducesGradients(_WrappedOptimizer):
         variables = [variable for _, variable in pairs]
         grads = self._reduction.before_apply([grad for grad, _ in pairs], variables)
         apply: Any = functools.partial(super().apply_gradients, global_step=global_step, name=name)  # type: ignore[misc]
-        if self._reduction.aggregation is None:
+        if not self._reduction.has_passes:
             return apply(list(zip(grads, variables, strict=True)))
         return self._reduction.apply_last_pass(grads, variables, apply, lambda: _incremented(global_step))
 
@@ -182,6 +175,7 @@ class _ReducesUpdates(_WrappedOptimizer):
         self._starts, self._counter = {}, None
 
     def register_local_var(self, var: Any) -> None:
+        """Leave the changes of a variable to this rank."""
         self._local_vars.add(variable_key(var))
 
     @unconverted
@@ -201,7 +195,7 @@ class _ReducesUpdates(_WrappedOptimizer):
         starts = [_copy(variable) for variable in moved]
         with tf.control_dependencies(starts):
             stepped = step()
-        with _after(stepped):
+        with after(stepped):
             return self._reduce_updates(moved, starts)
 
     def _apply_pass(self, moved: list[Any], step: Callable[[], Any]) -> Any:
@@ -217,20 +211,20 @@ class _ReducesUpdates(_WrappedOptimizer):
 
         def store() -> Any:
             stored = [start.assign(_copy(variable)) for start, variable in zip(starts, moved, strict=True)]
-            return _true_after(tf.group(*stored))
+            return true_after(tf.group(*stored))
 
         stored = tf.cond(tf.equal(self._counter.read_value(), 0), store, lambda: tf.constant(True))
         with tf.control_dependencies([stored]):
             stepped = step()
-        with _after(stepped):
+        with after(stepped):
             counted = tf.group(self._counter.assign_add(1))
-        with _after(counted):
+        with after(counted):
             due = tf.equal(self._counter.read_value(), self._passes)
 
         def reduce() -> Any:
             reduced = self._reduce_updates(moved, [start.read_value() for start in starts])
-            with _after(reduced):
-                return _true_after(tf.group(self._counter.assign(0)))
+            with after(reduced):
+                return true_after(tf.group(self._counter.assign(0)))
 
         return tf.group(tf.cond(due, reduce, lambda: tf.constant(True)))
 
@@ -254,17 +248,6 @@ def _copy(variable: Any) -> Any:
     ``read_value()`` is the value now; in a graph of TensorFlow 1 a conversion to a tensor may be an earlier one.
     """
     return tf.raw_ops.DeepCopy(x=variable.read_value())
-
-
-def _after(operation: Any) -> Any:
-    """A context whose operations run after an operation, which is None in eager execution."""
-    return tf.control_dependencies([] if operation is None else [operation])
-
-
-def _true_after(operation: Any) -> Any:
-    """A constant that is computed after an operation."""
-    with _after(operation):
-        return tf.constant(True)
 
 
 def _incremented(global_step: Any) -> Any:

@@ -4,6 +4,10 @@ passes per step     compute_gradients                apply_gradients
 1                   reduces, and marks the results   reduces what is not marked, and applies
 several             accumulates, and reduces the     applies the reduced sums after the last pass,
                     sums in the last pass            skips the step after the others
+
+The number of the pass is a variable, so this works eagerly, in a ``tf.function`` and in a graph of TensorFlow 1. There
+the variables are local ones (``tf.compat.v1.local_variables_initializer()``, which a ``MonitoredTrainingSession`` runs
+by itself).
 """
 
 from __future__ import annotations
@@ -11,20 +15,44 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from collectives.tensorflow.aggregation import Aggregation
+import tensorflow as tf
+
+from collectives.base.errors import InvalidArgumentError
+from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.gradients import GradientReduction, variable_key
-from collectives.tensorflow.reduction_tracking import confirm_reduced, mark, reduce_remaining
+from collectives.tensorflow.reduction_tracking import Mark, confirm_reduced, mark, mark_tensors, reduce_remaining
+
+
+def local_variable(value: Any, name: str) -> Any:
+    """A variable of this rank that is not trained, saved or broadcast, and outlives the function being traced."""
+    with tf.init_scope():
+        if tf.executing_eagerly():
+            return tf.Variable(value, trainable=False, name=name)
+        collections = [tf.compat.v1.GraphKeys.LOCAL_VARIABLES]
+        return tf.compat.v1.Variable(value, trainable=False, name=name, collections=collections, use_resource=True)
+
+
+def after(operation: Any) -> Any:
+    """A context whose operations run after an operation, which is None in eager execution."""
+    return tf.control_dependencies([] if operation is None else [operation])
+
+
+def true_after(operation: Any) -> Any:
+    """A constant that is computed after an operation, so that `tf.cond` can return it."""
+    with after(operation):
+        return tf.constant(True)
 
 
 class OptimizerReduction:
-    """Reduces the gradients of one optimizer, each once.
+    """Reduces the gradients of one optimizer, each once; with several passes per step their sums.
 
     Args:
-        reduction: how gradients are reduced.
-        on_variable: as for `Aggregation`.
+        reduction: how gradients are reduced. With several passes ``average_aggregated_gradients`` divides the reduced
+            sums by their number, and without ``sparse_as_dense`` sparse gradients are refused.
+        on_variable: called with each variable that is created, to initialize it in graphs.
 
     Attributes:
-        aggregation: None with one pass per step.
+        counter: a variable: the passes since the last reduction; None before the first pass.
     """
 
     def __init__(
@@ -32,36 +60,52 @@ class OptimizerReduction:
     ) -> None:
         self._reduction = reduction
         self._local: set[Any] = set()
-        several = reduction.options.backward_passes_per_step > 1
-        self.aggregation = Aggregation(reduction.options, self.reduce_remaining, on_variable) if several else None
+        self._on_variable = on_variable
+        self._passes = reduction.options.backward_passes_per_step
+        self.counter: Any = None
+        self._accumulated = Mark()  # gradients that `apply_last_pass` has not consumed
+        self._sums: dict[int, Any] = {}
+        self._variables: list[Any] | None = None
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether a step has several passes."""
+        return self._passes > 1
 
     def register_local(self, variable: Any) -> None:
         """Keep the gradients of a variable on this rank."""
         self._local.add(variable_key(variable))
 
+    @unconverted
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduce gradients that were just computed, or accumulate them; both mark the results.
 
+        Args:
+            grads: one for each variable, or None at the same positions in every pass.
+
+        Returns:
+            The reduced gradients; of several passes, after the last the reduced sums, before it the gradients
+            themselves, which must not be applied.
+
         Raises:
-            InvalidArgumentError (a ValueError): as `Aggregation.add`.
+            InvalidArgumentError (a ValueError): of several passes, a sparse gradient without ``sparse_as_dense``, or
+                other variables than in the first pass.
             MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
         """
-        if self.aggregation is not None:
-            return self.aggregation.add(grads, variables)
+        if self.has_passes:
+            return self._accumulate(grads, variables)
         reduced = self._reduction.reduce(grads, variables, self._local)
         mark(reduced, variables, self._reduction.process_set)
         return reduced
 
-    def reduce_remaining(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Reduce those gradients that are not reduced; see `reduction_tracking.reduce_remaining`."""
-        return reduce_remaining(grads, variables, self._reduction, self._local)
-
+    @unconverted
     def before_apply(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients to apply: reduced, or accumulated, unless `reduce` has done so."""
-        if self.aggregation is None:
-            return self.reduce_remaining(grads, variables)
-        return list(grads) if self.aggregation.added else self.aggregation.add(grads, variables)
+        if not self.has_passes:
+            return reduce_remaining(grads, variables, self._reduction, self._local)
+        return list(grads) if self._accumulated else self._accumulate(grads, variables)
 
+    @unconverted
     def apply_last_pass(
         self,
         grads: Sequence[Any],
@@ -69,12 +113,91 @@ class OptimizerReduction:
         apply: Callable[[list[tuple[Any, Any]]], Any],
         skip: Callable[[], Any],
     ) -> Any:
-        """With several passes per step: call ``apply`` with pairs after the last pass, else ``skip``; see
-        `Aggregation.apply`."""
-        assert self.aggregation is not None
+        """With several passes: call ``apply`` with pairs after the last one, else ``skip``.
+
+        Returns:
+            An operation; None eagerly.
+
+        Raises:
+            InvalidArgumentError: the gradients were not accumulated.
+        """
+        if not self._accumulated:
+            raise InvalidArgumentError(
+                "backward_passes_per_step: gradients that this optimizer has not combined cannot be applied past the "
+                "sums of the backward passes. Leave out skip_gradients_aggregation=True "
+                "(experimental_aggregate_gradients=False), or backward_passes_per_step"
+            )
+        self._accumulated.clear()
+        with tf.control_dependencies([grad for grad in grads if grad is not None]):
+            reduced = tf.equal(self.counter.read_value(), 0)
 
         def step() -> Any:
             confirmed = confirm_reduced(grads, variables, self._reduction, self._local)
             return apply(list(zip(confirmed, variables, strict=True)))
 
-        return self.aggregation.apply(grads, step, skip)
+        return tf.group(tf.cond(reduced, lambda: true_after(step()), lambda: true_after(skip())))
+
+    def _accumulate(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        options = self._reduction.options
+        dense = [self._dense(grad) for grad in grads]
+        self._create_variables(dense, variables)
+        present = [at for at, grad in enumerate(dense) if grad is not None]
+        added = [self._sums[at].assign_add(dense[at]) for at in present]
+        with tf.control_dependencies([tf.group(*added, self.counter.assign_add(1))]):
+            due = tf.equal(self.counter.read_value(), self._passes)
+
+        def reduce() -> list[Any]:
+            sums = [None if grad is None else self._sums[at].read_value() for at, grad in enumerate(dense)]
+            reduced = reduce_remaining(sums, variables, self._reduction, self._local)
+            results = [
+                reduced[at] / self._passes if options.average_aggregated_gradients else reduced[at] for at in present
+            ]
+            with tf.control_dependencies(results):
+                zeroed = [self._sums[at].assign(tf.zeros_like(dense[at])) for at in present]
+                reset = tf.group(*zeroed, self.counter.assign(0))
+            with tf.control_dependencies([reset]):
+                return [tf.identity(result) for result in results]
+
+        def keep() -> list[Any]:
+            return [tf.identity(dense[at]) for at in present]
+
+        results = tf.cond(due, reduce, keep)
+        results = results if isinstance(results, (list, tuple)) else [results]  # TensorFlow 1 unpacks a list of one
+        for at, result in zip(present, results, strict=True):
+            dense[at] = result
+        self._accumulated.set()
+        mark_tensors(dense, options.process_set)
+        return dense
+
+    def _dense(self, grad: Any) -> Any:
+        if not isinstance(grad, tf.IndexedSlices):
+            return grad
+        if not self._reduction.options.sparse_as_dense:
+            raise InvalidArgumentError(
+                "IndexedSlices are not supported when `backward_passes_per_step` > 1 and `sparse_as_dense` is False; "
+                "pass sparse_as_dense=True"
+            )
+        return tf.convert_to_tensor(grad)
+
+    def _create_variables(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Create the counter and the sums that do not exist yet; every pass must come with the same variables."""
+        keys = [variable_key(variable) for variable in variables]
+        if self._variables not in (None, keys):
+            raise InvalidArgumentError(
+                "backward_passes_per_step: expected the variables of the first backward pass, got others; make an "
+                "optimizer for each list"
+            )
+        self._variables = keys
+        if self.counter is None:
+            self.counter = self._variable(0, "aggregation_counter")
+        for at, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
+            if grad is not None and at not in self._sums:
+                with tf.init_scope():
+                    zeros = tf.zeros(variable.shape, grad.dtype)
+                self._sums[at] = self._variable(zeros, f"aggregation_{at}")
+
+    def _variable(self, value: Any, name: str) -> Any:
+        variable = local_variable(value, name)
+        with tf.init_scope():
+            self._on_variable(variable)
+        return variable

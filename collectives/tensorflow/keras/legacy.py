@@ -17,7 +17,6 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
 from collectives.frontends.keras_optimizer import checked_layers, distributed_class
-from collectives.tensorflow.aggregation import Aggregation
 from collectives.tensorflow.gradients import GradientReduction
 from collectives.tensorflow.optimizer_reduction import OptimizerReduction
 from collectives.tensorflow.reduction_tracking import clear_pending, mark_tensors
@@ -77,7 +76,7 @@ class LegacyDistributedMixin:
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
         grads = self._own_reduction.before_apply([grad for grad, _ in pairs], variables)
-        if self._own_reduction.aggregation is None:
+        if not self._own_reduction.has_passes:
             mark_tensors(grads, self.process_set)
         return list(zip(grads, variables, strict=True))
 
@@ -96,7 +95,7 @@ class LegacyDistributedMixin:
         """
         apply: Any = super().apply_gradients  # type: ignore[misc]
         pairs = list(grads_and_vars)
-        if self._own_reduction.aggregation is None:
+        if not self._own_reduction.has_passes:
             result = apply(pairs, *args, **kwargs)
             clear_pending([variable for _, variable in pairs])
             return result
@@ -123,9 +122,9 @@ class LegacyDistributedMixin:
         return reduction
 
     @property
-    def _agg_helper(self) -> Aggregation | None:
-        """Horovod's name, whose ``counter`` programs read."""
-        return self._own_reduction.aggregation
+    def _agg_helper(self) -> OptimizerReduction | None:
+        """Horovod's name, whose ``counter`` programs read; None with one pass per step."""
+        return self._own_reduction if self._own_reduction.has_passes else None
 
 
 def DistributedOptimizer(
@@ -263,5 +262,5 @@ def _initialize(variable: Any) -> None:
 
 
 def _in_graph(result: Any) -> Any:
-    """The operation of a step, as `Aggregation.apply` expects it; None in eager execution."""
+    """The operation of a step, as `OptimizerReduction.apply_last_pass` expects it; None in eager execution."""
     return None if tf.executing_eagerly() else result

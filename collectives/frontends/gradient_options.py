@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -47,7 +47,7 @@ class GradientOptions:
         average_aggregated_gradients: divide that sum by the number of passes.
         scale_local_gradients: divide gradients that stay on this rank by the number of ranks, appropriate for a loss
             that is the mean over them.
-        device_dense, device_sparse: accepted for Horovod's interface; ignored.
+        device_dense, device_sparse: part of Horovod's interface; tensors are reduced where they are.
         name: prefix of the operations' names.
 
     Raises:
@@ -90,6 +90,12 @@ class GradientOptions:
         if self.compression is None:
             object.__setattr__(self, "compression", Compression.none)
         check(self.compression)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], **changes: Any) -> GradientOptions:
+        """The options among a function's arguments, its ``locals()``, by their names; ``changes`` replace some."""
+        named = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
+        return cls(**{**named, **changes})
 
     @property
     def factors(self) -> dict[str, float]:
@@ -152,11 +158,9 @@ def _frames_of_the_package() -> int:
     """The number of frames from the caller up to the program's, including those of a framework's decorators."""
     frame: FrameType | None = sys._getframe(1)
     count = 0
-    while frame is not None and _is_passed_over(frame.f_code.co_filename):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith((_PACKAGE, "<string>"))  # "<string>": what `dataclass` generates
+        or "/tensorflow/python/" in frame.f_code.co_filename
+    ):
         frame, count = frame.f_back, count + 1
     return count
-
-
-def _is_passed_over(file: str) -> bool:
-    """Whether a file belongs to this package or TensorFlow, or is the ``__init__`` that `dataclass` generates."""
-    return file.startswith((_PACKAGE, "<string>")) or "/tensorflow/python/" in file

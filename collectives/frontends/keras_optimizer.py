@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
@@ -23,19 +23,28 @@ def distributed_class(mixin: type, optimizer_class: type, attributes: Mapping[st
     return type(optimizer_class.__name__, (mixin, optimizer_class), members)
 
 
-def checked_layers(local_layers: Any, layer_class: type, class_name: str) -> list[Any]:
-    """Return the layers of the argument ``local_layers``: None, a layer, or a collection of layers.
+def local_weights(local_layers: Any, layer_class: type | None = None) -> list[Any]:
+    """Return the trainable weights of the argument ``local_layers``: None, a built layer, or a collection of these.
 
     Args:
-        layer_class, class_name: Keras's ``Layer``, and its name in messages.
+        layer_class: Keras's ``Layer``; None accepts that of any Keras.
 
     Raises:
-        InvalidArgumentError: something else than a layer.
+        InvalidArgumentError: not a layer, or not built.
     """
-    layers = [local_layers] if isinstance(local_layers, layer_class) else list(local_layers or ())
+    if isinstance(local_layers, Iterable) and not hasattr(local_layers, "trainable_weights"):
+        layers = list(local_layers)
+    else:
+        layers = [] if local_layers is None else [local_layers]
     for layer in layers:
-        if not isinstance(layer, layer_class):
+        if not hasattr(layer, "trainable_weights") or not isinstance(layer, layer_class or object):
+            package = "keras" if layer_class is None else layer_class.__module__.partition(".")[0]
             raise InvalidArgumentError(
-                f"local_layers: all local layers must be of {class_name} type, got {detection.describe(layer)}"
+                f"local_layers: all local layers must be of {package}.layers.Layer type, "
+                f"got {detection.describe(layer)}"
             )
-    return layers
+        if not getattr(layer, "built", True):
+            raise InvalidArgumentError(
+                f"local_layers: {layer!r} has no variables yet; build it, or call the model once, before"
+            )
+    return [weight for layer in layers for weight in layer.trainable_weights]

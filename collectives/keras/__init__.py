@@ -13,8 +13,7 @@ from collectives import allgather_object, barrier, broadcast_object, init, join,
 from collectives.frontends import basics
 from collectives.frontends.basics import *  # noqa: F403
 from collectives.keras import callbacks, value_collectives
-from collectives.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from collectives.keras.saving import load_model
+from collectives.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from collectives.keras.value_collectives import *  # noqa: F403
 
 __all__ = [

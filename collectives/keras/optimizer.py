@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import keras
@@ -12,7 +13,7 @@ import keras
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.frontends.keras_optimizer import checked_layers
+from collectives.frontends.keras_optimizer import local_weights
 from collectives.keras.gradient_reducer import gradient_reducer
 from collectives.keras.optimizer_mixin import DistributedMixin, distributed
 from collectives.keras.patches import extend_keras
@@ -100,34 +101,7 @@ def DistributedOptimizer(
         InvalidTypeError: not an optimizer of Keras 3, or ``compression`` is not a compressor.
         NotInitializedError: before `init`.
     """
-    _check_optimizer(optimizer)
-    options = GradientOptions(
-        name=name or f"Distributed{type(optimizer).__name__}",
-        op=op,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-    )
-    reducer = gradient_reducer(options, keras.backend.backend())
-    if options.backward_passes_per_step > 1 and _accumulates(optimizer):
-        raise InvalidArgumentError(
-            "backward_passes_per_step: the optimizer accumulates gradients by itself (gradient_accumulation_steps); "
-            "give one of the two."
-            " backward_passes_per_step communicates once in all these passes, gradient_accumulation_steps in each of "
-            "them"
-        )
-    if process_set.included():
-        world_of(process_set)  # raises before init()
-    extend_keras()
-    return distributed(optimizer, options, reducer)
+    return _wrapped(optimizer, GradientOptions.of(locals(), name=name or ""))
 
 
 @_or_of_keras_2
@@ -150,39 +124,59 @@ def PartialDistributedOptimizer(
     Args:
         local_layers: a layer or a collection of layers, which are built: their gradients stay on this rank. Other ranks
             need not have them.
-        scale_local_gradients: divide these gradients by the number of ranks, for a loss that is the mean over them.
         optimizer, name, ...: as for `DistributedOptimizer`.
 
     Raises:
         ValueError: not a layer, or one without variables; and all that `DistributedOptimizer` raises.
     """
-    layers = checked_layers(local_layers, keras.layers.Layer, "keras.layers.Layer")
-    for layer in layers:
-        if not layer.built:
-            raise InvalidArgumentError(
-                f"local_layers: {layer.name} has no variables yet; build it, or the model, before the optimizer"
-            )
-    result = DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            result.register_local_var(variable)
+    weights = local_weights(local_layers, keras.layers.Layer)
+    result = _wrapped(optimizer, GradientOptions.of(locals(), name=name or ""))
+    for variable in weights:
+        result.register_local_var(variable)
     return result
 
 
-def _check_optimizer(optimizer: Any) -> None:
-    """Raise if an optimizer cannot be wrapped."""
+def load_model(
+    filepath: Any,
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+) -> keras.Model:
+    """Load a model with its optimizer's state, and wrap the optimizer in a `DistributedOptimizer`.
+
+    ``keras.saving.load_model`` loads the same file with the plain optimizer.
+
+    Args:
+        filepath: as for ``keras.saving.load_model``.
+        custom_optimizers: optimizer classes that are not Keras's own.
+        custom_objects: other classes and functions by name; optimizers that they wrap already are kept.
+        compression: as for `DistributedOptimizer`.
+        legacy_opts: for Keras 2 only, see `collectives.tensorflow.keras`.
+
+    Returns:
+        The model; compiled if it was saved compiled.
+
+    Raises:
+        ValueError: not a model, or ``legacy_opts`` with Keras 3; and all that Keras raises.
+    """
+    if legacy_opts:
+        raise InvalidArgumentError(
+            "legacy_opts: Keras 3 has no legacy optimizers; set TF_USE_LEGACY_KERAS=1, and import "
+            "collectives.tensorflow.keras"
+        )
+    objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
+    model = keras.saving.load_model(filepath, custom_objects=objects)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        if not isinstance(getattr(optimizer, "inner_optimizer", optimizer), DistributedMixin):
+            model.optimizer = DistributedOptimizer(optimizer, compression=compression)
+        if keras.backend.backend() == "tensorflow":
+            model.jit_compile = False
+    return model
+
+
+def _wrapped(optimizer: Any, options: GradientOptions) -> Any:
     if isinstance(optimizer, DistributedMixin):
         raise InvalidArgumentError(
             "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already"
@@ -193,7 +187,16 @@ def _check_optimizer(optimizer: Any) -> None:
         raise InvalidArgumentError(
             "optimizer: its inner optimizer is a DistributedOptimizer already; wrap one of the two"
         )
-
-
-def _accumulates(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps)
+    options = replace(options, name=options.name or f"Distributed{type(optimizer).__name__}")
+    reducer = gradient_reducer(options, keras.backend.backend())
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if options.backward_passes_per_step > 1 and inner.gradient_accumulation_steps:
+        raise InvalidArgumentError(
+            "backward_passes_per_step: the optimizer accumulates gradients by itself (gradient_accumulation_steps); "
+            "give one of the two. backward_passes_per_step communicates once in all these passes, "
+            "gradient_accumulation_steps in each of them"
+        )
+    if options.process_set.included():
+        world_of(options.process_set)  # raises before init()
+    extend_keras()
+    return distributed(optimizer, options, reducer)

@@ -22,7 +22,6 @@ from collectives.frontends import basics
 from collectives.frontends.basics import *  # noqa: F403
 from collectives.tensorflow import functions, operations, rank_queries
 from collectives.tensorflow.functions import *  # noqa: F403
-from collectives.tensorflow.hooks import BroadcastGlobalVariablesHook
 from collectives.tensorflow.operations import *  # noqa: F403
 from collectives.tensorflow.optimizer import DistributedOptimizer
 from collectives.tensorflow.rank_queries import *  # noqa: F403
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from collectives.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
-    "BroadcastGlobalVariablesHook",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",

@@ -22,7 +22,6 @@ import tensorflow as tf
 from collectives.base.reduce_op import Op
 from collectives.frontends import adjoints
 from collectives.tensorflow import graph, graph_call, rank_queries
-from collectives.tensorflow.arithmetic import TensorFlowArithmetic, scaled
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import world_of
@@ -167,6 +166,50 @@ def reset_numbering(process_set: ProcessSet) -> None:
 # ---- adjoints
 
 
+class _Arithmetic:
+    """`adjoints.Arithmetic` on tensors, eager or of a graph, whose shapes may be unknown."""
+
+    def flat(self, tensor: Any) -> Any:
+        return tf.reshape(tensor, [-1])
+
+    def restored(self, tensor: Any, like: Any) -> Any:
+        return tf.reshape(tf.cast(tensor, like.dtype), tf.shape(like))
+
+    def widened(self, tensor: Any) -> Any:
+        return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
+
+    def cast(self, tensor: Any, like: Any) -> Any:
+        return tf.cast(tensor, like.dtype)
+
+    def conj(self, tensor: Any) -> Any:
+        return tf.math.conj(tensor)
+
+    def sum(self, tensor: Any) -> Any:
+        return tf.reduce_sum(tensor, 0)
+
+    def extreme(self, tensor: Any, op: Op) -> Any:
+        reduce = tf.reduce_max if op is Op.MAX else tf.reduce_min
+        return tf.cast(tf.equal(tensor, reduce(tensor, 0)), tensor.dtype)
+
+    def products_of_others(self, tensor: Any) -> Any:
+        return tf.math.cumprod(tensor, exclusive=True) * tf.math.cumprod(tensor, exclusive=True, reverse=True)
+
+    def dot(self, a: Any, b: Any) -> Any:
+        return tf.reduce_sum(a * b)
+
+    def nonzero(self, scalar: Any) -> Any:
+        return tf.where(scalar == 0, tf.ones_like(scalar), scalar)
+
+
+def scaled(tensor: Any, factor: float) -> Any:
+    """A tensor times a number, in its own dtype; integers are multiplied in float64."""
+    if factor == 1.0:
+        return tensor
+    if tensor.dtype.is_integer:
+        return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
+    return tensor * tf.cast(factor, tensor.dtype)
+
+
 @dataclass(frozen=True)
 class _AdjointCall:
     """The collectives that the adjoint of a call is made of; `adjoints.ReductionCall`.
@@ -180,7 +223,7 @@ class _AdjointCall:
     inputs: Sequence[Any]
     outputs: Sequence[Any]
 
-    arithmetic = TensorFlowArithmetic()
+    arithmetic = _Arithmetic()
 
     @property
     def op(self) -> Op | None:

@@ -97,3 +97,13 @@ def raises_tensorflow(function: Function) -> Function:
             raise as_tensorflow(error) from error.__cause__
 
     return wrapped  # type: ignore[return-value]
+
+
+def unconverted(function: Function) -> Function:
+    """Decorate a function so that its errors are also TensorFlow's, and AutoGraph converts neither it nor its callees.
+
+    AutoGraph would convert the whole adapter down to the engine for every ``tf.function``: slow tracing, tracebacks
+    through generated files, and Python conditions that could become part of the graph.
+    """
+    result: Function = tf.autograph.experimental.do_not_convert(raises_tensorflow(function))
+    return result

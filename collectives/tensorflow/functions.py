@@ -11,14 +11,15 @@ from collectives import api
 from collectives.base import dtypes
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.tensorflow import packed_callbacks
-from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.conversion import refusing
+from collectives.tensorflow.errors import unconverted
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensors import detection
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import global_process_set, root_in, world_of
 
 __all__ = [
+    "BroadcastGlobalVariablesHook",
     "allgather_object",
     "broadcast_",
     "broadcast_global_variables",
@@ -42,7 +43,6 @@ def broadcast_variables(
         variables: TensorFlow's, in a graph for sessions also reference variables, or Keras's; equal shapes and dtypes
             in the same order on every rank. Names may differ.
         root_rank: the root, as a rank of the world.
-        process_set: the ranks that take part.
         inplace: part of Horovod's interface, where it saves memory. Here the root writes nothing, and the other ranks'
             variables take over the received memory.
 
@@ -115,6 +115,39 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Broadcasts the root's global variables, by one call, after a session was created.
+
+    For a ``tf.compat.v1.train.MonitoredTrainingSession`` of a TensorFlow 1 graph, whether its variables are initialized
+    or restored from a checkpoint; also after a lost session is created again.
+
+    Args:
+        root_rank: the root, as a rank of the world.
+        process_set: the ranks that train together; the hook does nothing on others.
+
+    Raises (after the session was created):
+        tf.errors.OpError: there is no rank ``root_rank``, or the ranks' variables differ; on every rank, with our
+            message.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", *, process_set: ProcessSet = global_process_set) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.bcast_op: Any = None
+        self.device = device
+        self.process_set = process_set
+
+    def begin(self) -> None:
+        graph = tf.compat.v1.get_default_graph()
+        if self.process_set.included() and (self.bcast_op is None or self.bcast_op.graph is not graph):
+            with tf.device(self.device):
+                self.bcast_op = broadcast_variables(tf.compat.v1.global_variables(), self.root_rank, self.process_set)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        if self.bcast_op is not None:
+            session.run(self.bcast_op)
+
+
 # ---- objects
 
 
@@ -133,7 +166,6 @@ def broadcast_object(
         root_rank: the root, as a rank of the world.
         session: part of Horovod's interface; not used.
         name: of the operation; unnamed calls are matched by their order.
-        process_set: the ranks that take part.
 
     Returns:
         The object; on the root the same object that was passed.

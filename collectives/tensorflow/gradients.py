@@ -18,7 +18,7 @@ import tensorflow as tf
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.frontends.gradient_options import GradientOptions, split
 from collectives.tensorflow import operations
-from collectives.tensorflow.autograph import unconverted
+from collectives.tensorflow.errors import unconverted
 from collectives.worlds.runtime import world_of
 
 

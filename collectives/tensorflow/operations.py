@@ -25,7 +25,7 @@ import tensorflow as tf
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
 from collectives.tensorflow import autograd, conversion, graph, sparse
-from collectives.tensorflow.autograph import unconverted
+from collectives.tensorflow.errors import unconverted
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensors import compression as compressors
 from collectives.tensors.compression import Compression
@@ -181,9 +181,6 @@ def reducescatter(
         tensor: of shape ``(rows, ...)``, equal on every rank. Rows left over by an even division go to the first
             ranks, one each.
         op, name, ...: as for `allreduce`, without Adasum.
-
-    Returns:
-        A tensor of this rank's rows.
     """
     factors = conversion.factors(prescale_factor, postscale_factor, name, process_set)
     call = GraphCall("reducescatter", name, process_set, algorithm, transport, ignore_name_scope, op, *factors)
@@ -224,7 +221,6 @@ def allgather(
 
     Args:
         tensor: of shape ``(rows, ...)``; ranks may differ in ``rows`` only, which may be 0.
-        name, process_set: as for `allreduce`.
 
     Returns:
         A tensor of shape ``(sum of all rows, ...)``; in a graph the number of rows is unknown until it runs.
@@ -262,10 +258,6 @@ def broadcast(
     Args:
         tensor: equal shape and dtype on every rank, left unchanged; its elements matter on the root only.
         root_rank: the root, as a rank of the world.
-        name, process_set: as for `allreduce`.
-
-    Returns:
-        A new tensor.
     """
     call = GraphCall("broadcast", name, process_set, algorithm, transport, ignore_name_scope, root=root_rank)
     return _run(call, [tensor])[0]
@@ -314,7 +306,6 @@ def alltoall(
     Args:
         tensor: of shape ``(rows, ...)``; ranks may differ in ``rows``.
         splits: the number of rows for each rank: integers that sum to ``rows``. None: equal numbers.
-        name, process_set: as for `allreduce`.
 
     Returns:
         A tensor of the rows received. With ``splits`` also the number of rows received from each rank, in the splits'

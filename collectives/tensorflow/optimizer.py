@@ -11,7 +11,7 @@ import tensorflow as tf
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.tensorflow.autograph import unconverted
+from collectives.tensorflow.errors import unconverted
 from collectives.tensorflow.gradients import GradientReduction, variable_key
 from collectives.tensorflow.optimizer_reduction import OptimizerReduction, after, local_variable, true_after
 from collectives.tensors.compression import Compression
@@ -54,7 +54,6 @@ def DistributedOptimizer(
         op: Average, Sum, Min, Max, Product; or Adasum, which reduces the change of the variables instead: each rank
             applies its own gradients, and after ``backward_passes_per_step`` steps the ranks combine the changes.
         average_aggregated_gradients: divide by ``backward_passes_per_step``, too.
-        device_dense, device_sparse: part of Horovod's interface; tensors are reduced where they are.
         compression, ...: as for `collectives.frontends.gradient_options.GradientOptions`.
 
     Returns:
@@ -70,33 +69,22 @@ def DistributedOptimizer(
         )
     if op is Op.ADASUM and average_aggregated_gradients:
         raise InvalidArgumentError("Adasum does not support average_aggregated_gradients == True")
-    shared: dict[str, Any] = {
-        "compression": compression,
-        "sparse_as_dense": sparse_as_dense,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "num_groups": num_groups,
-        "groups": groups,
-        "process_set": process_set,
-        "backward_passes_per_step": backward_passes_per_step,
-        "average_aggregated_gradients": average_aggregated_gradients,
-        "scale_local_gradients": scale_local_gradients,
-    }
+    options = GradientOptions.of(locals(), name="gradients")
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         mixin = _ReducesUpdates if op is Op.ADASUM else _ReducesGradients
         inner: Any = type(optimizer)
         result: Any = object.__new__(_subclass(mixin, inner))
         result.__dict__ = optimizer.__dict__  # both objects have one state
-        result.begin(GradientReduction(GradientOptions(**shared)))
+        result.begin(GradientReduction(options))
         return result
     if not any(parent.__module__.partition(".")[0] in ("keras", "tf_keras") for parent in type(optimizer).__mro__):
         raise InvalidTypeError(
             f"optimizer: expected a tf.compat.v1.train.Optimizer or a Keras optimizer, got "
             f"{type(optimizer).__name__} {optimizer!r}"
         )
-    import collectives.tensorflow.keras
+    from collectives.tensorflow import keras
 
-    return collectives.tensorflow.keras.DistributedOptimizer(optimizer, name=name, **shared)
+    return keras.DistributedOptimizer(optimizer, **{**vars(options), "name": name})
 
 
 class _WrappedOptimizer:
@@ -181,10 +169,7 @@ class _ReducesUpdates(_WrappedOptimizer):
     @unconverted
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
         """As ``tf.compat.v1.train.Optimizer.apply_gradients`` on this rank; then reduce the updates of all ranks.
-
-        Raises:
-            MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
-        """
+        Errors are those of `collectives.allreduce`."""
         pairs = list(grads_and_vars)
         moved = [
             variable for grad, variable in pairs if grad is not None and variable_key(variable) not in self._local_vars

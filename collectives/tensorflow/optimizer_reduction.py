@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.tensorflow.autograph import unconverted
+from collectives.tensorflow.errors import unconverted
 from collectives.tensorflow.gradients import GradientReduction, variable_key
 from collectives.tensorflow.reduction_tracking import Mark, confirm_reduced, mark, mark_tensors, reduce_remaining
 
@@ -90,7 +90,6 @@ class OptimizerReduction:
         Raises:
             InvalidArgumentError (a ValueError): of several passes, a sparse gradient without ``sparse_as_dense``, or
                 other variables than in the first pass.
-            MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
         """
         if self.has_passes:
             return self._accumulate(grads, variables)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError, NotInitializedError
-from collectives.tensorflow.autograph import unconverted
+from collectives.tensorflow.errors import unconverted
 from collectives.worlds import runtime
 from collectives.worlds.process_sets import ProcessSet
 
@@ -60,11 +60,7 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 
 
 def query(what: str, process_set: ProcessSet | int | None = None, name: str | None = None) -> tf.Tensor:
-    """Evaluate one of `_ANSWERS`, eagerly or when the graph runs.
-
-    Returns:
-        An int32 scalar.
-    """
+    """Evaluate one of `_ANSWERS`, eagerly or when the graph runs, as an int32 scalar."""
     answer = _callback(what, process_set)
     if tf.executing_eagerly():
         return tf.constant(answer())
@@ -80,10 +76,6 @@ def _callback(what: str, process_set: ProcessSet | int | None) -> Callable[[], A
     return lambda: np.int32(_ANSWERS[what](process_set))
 
 
-def _members(process_set: Any) -> int:
-    return int(runtime.process_set_of(process_set).size())
-
-
 def _included(process_set: Any) -> int:
     try:
         return int(runtime.process_set_of(process_set).included())
@@ -94,10 +86,10 @@ def _included(process_set: Any) -> int:
 
 
 _ANSWERS: dict[str, Callable[[Any], int]] = {
-    "rank": lambda process_set: runtime.rank(),
+    "rank": lambda _: runtime.rank(),
     "size": lambda process_set: runtime.world_of(process_set).size,
-    "local_rank": lambda process_set: runtime.local_rank(),
-    "local_size": lambda process_set: runtime.local_size(),
-    "members": _members,
+    "local_rank": lambda _: runtime.local_rank(),
+    "local_size": lambda _: runtime.local_size(),
+    "members": lambda number: runtime.process_set_of(number).size(),
     "included": _included,
 }

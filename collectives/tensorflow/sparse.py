@@ -11,16 +11,11 @@ import tensorflow as tf
 from collectives.base.errors import UnsupportedError
 from collectives.base.reduce_op import Op
 from collectives.tensorflow import autograd, graph_call
-from collectives.tensorflow.arithmetic import scaled
 from collectives.tensorflow.graph_call import GraphCall
 
 
 def check(call: GraphCall) -> None:
-    """Refuse operations that sparse tensors do not support, on all ranks.
-
-    Raises:
-        UnsupportedError (a NotImplementedError): an ``op`` other than Sum and Average.
-    """
+    """Raise UnsupportedError (a NotImplementedError) on all ranks for an ``op`` other than Sum and Average."""
     if call.op is None or not call.op.linear:
         text = f"op: expected Average or Sum of tf.IndexedSlices, got {call.op!r}; pass tf.convert_to_tensor(slices)"
         raise call.world.refused(UnsupportedError(text), call.name)
@@ -57,9 +52,9 @@ def allreduce(call: GraphCall, slices: Sequence[Any]) -> list[Any]:
             for i, total in zip(chosen, totals, strict=True)
         ]
 
-    results = autograd.attach(merged, adjoint, [scaled(each.values, call.prescale) for each in slices])
+    results = autograd.attach(merged, adjoint, [autograd.scaled(each.values, call.prescale) for each in slices])
     return [
-        tf.IndexedSlices(scaled(values, call.postscale), union, each.dense_shape)
+        tf.IndexedSlices(autograd.scaled(values, call.postscale), union, each.dense_shape)
         for values, union, each in zip(results[: len(slices)], results[len(slices) :], slices, strict=True)
     ]
 

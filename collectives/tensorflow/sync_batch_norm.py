@@ -20,7 +20,7 @@ import tensorflow as tf
 from collectives.base.errors import InvalidArgumentError
 from collectives.frontends.layer_numbers import NumberedLayers
 from collectives.tensorflow import autograd
-from collectives.tensorflow.autograph import unconverted
+from collectives.tensorflow.errors import unconverted
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensorflow.keras_version import LEGACY
 from collectives.worlds.runtime import global_process_set, world_of
@@ -66,7 +66,6 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
     @unconverted
     def call(self, inputs: Any, training: Any = None, mask: Any = None) -> tf.Tensor:
-        """Normalize; as ``BatchNormalization.call``."""
         if not _flag(training) or not self.trainable:
             return super().call(inputs, training=False, mask=mask)
         world = world_of(self._process_set)
@@ -77,7 +76,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
                 f"mask: expected one dimension less than inputs, got {mask.shape} for {inputs.shape}"
             )
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)
-        channel = self._channel_axis(len(x.shape))
+        axis = self.axis[0] if isinstance(self.axis, (list, tuple)) else self.axis
+        channel = int(axis) % len(x.shape)
         near, row = _statistics(x, mask, channel)
         label = f"sync_batch_normalization.{_numbers.of(world, self)}"
         gathering = GraphCall("allgather", label, self._process_set, exact=True)
@@ -97,14 +97,9 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         return tf.cast(near * scale + offset, self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:
-        """As ``BatchNormalization.get_config``; contains the process set's id."""
         config = super().get_config()
         number = getattr(self._process_set, "process_set_id", self._process_set)
         return config if self._process_set is global_process_set else {**config, "process_set": number}
-
-    def _channel_axis(self, dims: int) -> int:
-        axis = self.axis[0] if isinstance(self.axis, (list, tuple)) else self.axis
-        return int(axis) % dims
 
     def _move(self, mean: Any, variance: Any, count: Any) -> None:
         """Update the running statistics, unless the batches of all ranks are empty."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -11,7 +11,8 @@ import tensorflow as tf
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.tensorflow.autograph import unconverted
+from collectives.frontends.keras_optimizer import local_weights
+from collectives.tensorflow.errors import unconverted
 from collectives.tensorflow.gradients import GradientReduction, variable_key
 from collectives.tensorflow.reduction_tracking import mark
 from collectives.tensors.compression import Compression
@@ -50,7 +51,6 @@ def DistributedGradientTape(
 
     Args:
         gradtape: a ``tf.GradientTape`` or of a subclass.
-        device_dense, device_sparse: part of Horovod's interface; tensors are reduced where they are.
         compression, ...: as for `collectives.frontends.gradient_options.GradientOptions`.
 
     Returns:
@@ -60,27 +60,7 @@ def DistributedGradientTape(
     Raises:
         InvalidArgumentError (a ValueError), InvalidTypeError: an invalid argument, or the tape is wrapped already.
     """
-    if not isinstance(gradtape, tf.GradientTape):
-        raise InvalidTypeError(f"gradtape: expected a tf.GradientTape, got {type(gradtape).__name__}")
-    if isinstance(gradtape, _WrappedTape):
-        raise InvalidArgumentError(
-            "gradtape: expected a tf.GradientTape, got one that DistributedGradientTape has wrapped already"
-        )
-    options = GradientOptions(
-        op=op,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
-    inner: Any = type(gradtape)
-    tape: Any = object.__new__(_subclass(inner))
-    tape.__dict__ = gradtape.__dict__  # both objects have one state
-    tape._rank_tape, tape._reduction, tape._local_sources = gradtape, GradientReduction(options), set()
-    return tape
+    return _wrapped(gradtape, GradientOptions.of(locals()))
 
 
 @unconverted
@@ -107,42 +87,25 @@ def PartialDistributedGradientTape(
     Raises:
         InvalidArgumentError (a ValueError): not a layer, or not built; and all that `DistributedGradientTape` raises.
     """
-    sources = trainable_weights(local_layers)
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    sources = local_weights(local_layers)
+    tape: Any = _wrapped(gradtape, GradientOptions.of(locals()))
     for source in sources:
         tape.register_local_source(source)
     return tape
 
 
-def trainable_weights(layers: Any) -> list[Any]:
-    """The trainable weights of a layer, of several, or of None.
-
-    Raises:
-        InvalidArgumentError: not a layer, or not built.
-    """
-    if layers is None:
-        return []
-    all_layers = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, tf.Module) else [layers]
-    for layer in all_layers:
-        if not hasattr(layer, "trainable_weights"):
-            raise InvalidArgumentError(f"local_layers: expected layers of tf.keras.layers.Layer type, got {layer!r}")
-        if not getattr(layer, "built", True):
-            raise InvalidArgumentError(
-                f"local_layers: {layer!r} has no weights yet; build it, or call the model once, before"
-            )
-    return [weight for layer in all_layers for weight in layer.trainable_weights]
+def _wrapped(gradtape: Any, options: GradientOptions) -> Any:
+    if not isinstance(gradtape, tf.GradientTape):
+        raise InvalidTypeError(f"gradtape: expected a tf.GradientTape, got {type(gradtape).__name__}")
+    if isinstance(gradtape, _WrappedTape):
+        raise InvalidArgumentError(
+            "gradtape: expected a tf.GradientTape, got one that DistributedGradientTape has wrapped already"
+        )
+    inner: Any = type(gradtape)
+    tape: Any = object.__new__(_subclass(inner))
+    tape.__dict__ = gradtape.__dict__  # both objects have one state
+    tape._rank_tape, tape._reduction, tape._local_sources = gradtape, GradientReduction(options), set()
+    return tape
 
 
 class _WrappedTape:

@@ -9,6 +9,7 @@ its inner optimizer's before it checks for overflow.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -16,11 +17,10 @@ import tensorflow as tf
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.frontends.keras_optimizer import checked_layers, distributed_class
+from collectives.frontends.keras_optimizer import distributed_class, local_weights
 from collectives.tensorflow.gradients import GradientReduction
 from collectives.tensorflow.optimizer_reduction import OptimizerReduction
 from collectives.tensorflow.reduction_tracking import clear_pending, mark_tensors
-from collectives.tensorflow.tape import trainable_weights
 from collectives.tensors import detection
 from collectives.tensors.compression import Compression
 from collectives.worlds.process_sets import ProcessSet
@@ -40,7 +40,6 @@ class LegacyDistributedMixin:
 
     @property
     def process_set(self) -> ProcessSet:
-        """The ranks that train together."""
         return self.reduction.process_set
 
     def register_local_var(self, var: Any) -> None:
@@ -68,7 +67,7 @@ class LegacyDistributedMixin:
         return self._allreduce(super().get_gradients(loss, params), tf.nest.flatten(params))  # type: ignore[misc]
 
     def _allreduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Reduce this rank's gradients; the name is Horovod's."""
+        """Horovod's name."""
         return self._own_reduction.reduce(grads, variables)
 
     def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> list[Any]:
@@ -158,40 +157,7 @@ def DistributedOptimizer(
         InvalidArgumentError (a ValueError), InvalidTypeError: an invalid argument, the optimizer is wrapped already, or
             not one of Keras 2.
     """
-    if isinstance(optimizer, _SCALING):
-        inner = optimizer.inner_optimizer
-    elif isinstance(optimizer, tf.keras.optimizers.Optimizer | _OLDER):
-        inner = optimizer
-    else:
-        raise InvalidTypeError(
-            f"optimizer: expected one of Keras 2 (TF_USE_LEGACY_KERAS=1), got {detection.describe(optimizer)}; those "
-            "of Keras 3 are for collectives.keras"
-        )
-    if isinstance(inner, LegacyDistributedMixin):
-        raise InvalidArgumentError(
-            "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already"
-        )
-    kind = type(inner)
-    options = GradientOptions(
-        op=op,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        scale_local_gradients=scale_local_gradients,
-        name=name or f"Distributed{kind.__name__}",
-    )
-    attributes = {"reduction": GradientReduction(options)}
-    wrapped: Any = object.__new__(distributed_class(LegacyDistributedMixin, kind, attributes))
-    vars(wrapped).update(vars(inner))
-    if inner is optimizer:
-        return wrapped
-    vars(optimizer)["_optimizer"] = wrapped  # not public
-    return optimizer
+    return _wrapped(optimizer, GradientOptions.of(locals(), name=name or ""))
 
 
 def PartialDistributedOptimizer(
@@ -210,22 +176,10 @@ def PartialDistributedOptimizer(
 ) -> Optimizer:
     """`DistributedOptimizer` for a model with layers of this rank alone; see
     `collectives.keras.PartialDistributedOptimizer`."""
-    layers = checked_layers(local_layers, tf.keras.layers.Layer, "tf.keras.layers.Layer")
-    result = DistributedOptimizer(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    weights = local_weights(local_layers, tf.keras.layers.Layer)
+    result = _wrapped(optimizer, GradientOptions.of(locals(), name=name or ""))
     inner: Any = result.inner_optimizer if isinstance(result, _SCALING) else result
-    for variable in trainable_weights(layers):
+    for variable in weights:
         inner.register_local_var(variable)
     return result
 
@@ -252,6 +206,31 @@ def load_model(
     ):
         model.optimizer = DistributedOptimizer(optimizer, compression=compression)
     return model
+
+
+def _wrapped(optimizer: Any, options: GradientOptions) -> Any:
+    if isinstance(optimizer, _SCALING):
+        inner = optimizer.inner_optimizer
+    elif isinstance(optimizer, tf.keras.optimizers.Optimizer | _OLDER):
+        inner = optimizer
+    else:
+        raise InvalidTypeError(
+            f"optimizer: expected one of Keras 2 (TF_USE_LEGACY_KERAS=1), got {detection.describe(optimizer)}; those "
+            "of Keras 3 are for collectives.keras"
+        )
+    if isinstance(inner, LegacyDistributedMixin):
+        raise InvalidArgumentError(
+            "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already"
+        )
+    kind = type(inner)
+    options = replace(options, name=options.name or f"Distributed{kind.__name__}")
+    attributes = {"reduction": GradientReduction(options)}
+    wrapped: Any = object.__new__(distributed_class(LegacyDistributedMixin, kind, attributes))
+    vars(wrapped).update(vars(inner))
+    if inner is optimizer:
+        return wrapped
+    vars(optimizer)["_optimizer"] = wrapped  # not public
+    return optimizer
 
 
 def _initialize(variable: Any) -> None:

@@ -187,7 +187,7 @@ def alltoall(call: LinearCall, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def is_linear(op: Op | None) -> bool:
     """Whether an operation, or a collective without one, is linear."""
-    return op in (None, Op.SUM, Op.AVERAGE)
+    return op is None or op.linear
 
 
 # ---- reductions that are not linear

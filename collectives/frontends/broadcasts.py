@@ -66,7 +66,6 @@ def agreed_root(
     Args:
         label: prefix of messages and name of operations.
         root_rank: the root, by its number among all ranks.
-        process_set: the ranks that take part.
         prepare: returns this rank's value, and descriptions that must be equal on every rank, by subject.
 
     Returns:
@@ -74,7 +73,8 @@ def agreed_root(
 
     Raises:
         InvalidArgumentError: there is no such rank. An error of ``prepare`` is raised, and reported to the other ranks.
-        MismatchError: the ranks differ; raised on every rank, and names the first difference.
+        MismatchError: the ranks differ; raised on every rank before anything is changed, and names the first
+            difference.
     """
     world = world_of(process_set)
     number = root_in(process_set, root_rank, label)
@@ -94,7 +94,6 @@ def broadcast_in_place(
         label: prefix of the operations' names.
         root: its rank in the world.
         tensors: by name; the same names, shapes and dtypes in the same order on every rank.
-        memory: access to the tensors' bytes.
     """
     if world.size == 1:
         return

@@ -67,9 +67,6 @@ def allreduce(
         wholes: 1-D arrays.
         parts: for each of ``wholes`` the shapes of all tensors in it.
         how: the keywords of the all-reduce.
-
-    Raises:
-        CollectivesError: as of `World.allreduce`.
     """
     for array, place in zip(arrays, places, strict=True):
         np.copyto(place, array.reshape(-1))
@@ -92,7 +89,6 @@ def allreduce_apart(
         arrays: of any shapes.
         results: for each array one of its shape and dtype; may be the array itself.
         parts: for each array the shapes of the tensors that are concatenated in it; empty if it is one tensor.
-        how: the keywords of the all-reduce.
     """
     by_dtype: dict[Any, list[int]] = {}
     for number, array in enumerate(arrays):

@@ -31,11 +31,9 @@ class CallbackMixin:
     params: dict[str, Any]
 
     def _read(self, variables: Sequence[Any]) -> Sequence[Any]:
-        """Return the values of variables as arrays."""
         return keras_variables.read(variables)
 
     def _write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Assign values to variables."""
         keras_variables.write(variables, values)
 
 
@@ -58,7 +56,7 @@ class BroadcastVariables(CallbackMixin):
         """
         Args:
             root_rank: the rank whose variables are broadcast.
-            device: accepted for Horovod's interface; ignored.
+            device: part of Horovod's interface; ignored.
             local_variables: a variable or a collection of variables that keep their own values on every rank.
             process_set: the ranks that take part.
         """
@@ -101,7 +99,7 @@ class BroadcastVariables(CallbackMixin):
         self.broadcast_done = True
 
     def _ready(self) -> tuple[bool, bool]:
-        """Return whether the model and whether the optimizer have their variables."""
+        """Whether the model and whether the optimizer have their variables."""
         model, optimizer = self.model, getattr(self.model, "optimizer", None)
         if not (model.built and model.variables):
             return False, False
@@ -126,7 +124,7 @@ class AverageMetrics(CallbackMixin):
     def __init__(self, device: str = "", *, process_set: ProcessSet = global_process_set) -> None:
         """
         Args:
-            device: accepted for Horovod's interface; ignored.
+            device: part of Horovod's interface; ignored.
             process_set: the ranks that take part.
         """
         super().__init__()
@@ -184,12 +182,9 @@ class ScheduleLearningRate(CallbackMixin):
     ) -> None:
         """
         Args:
-            initial_lr: the learning rate that is multiplied.
             multiplier: a function of the epoch, or a number that is raised to the power of the epochs since
                 ``start_epoch``.
-            start_epoch: the first epoch.
             end_epoch: the epoch after the last; None: no end.
-            staircase: True: once per epoch; False: for each batch.
             momentum_correction: scale the accumulated momentum with the learning rate.
             steps_per_epoch: batches per epoch, if Keras does not know them.
         """
@@ -307,9 +302,9 @@ class WarmUpLearningRate(ScheduleLearningRate):
 
 
 class KeepBestModel(CallbackMixin):
-    """Save only the best model; precedes Keras's ``ModelCheckpoint`` among the bases.
+    """Save only the best model, as Keras's ``ModelCheckpoint``, which is the next of the bases.
 
-    As in Horovod, ``filepath`` is an attribute to set before training, on the rank that saves.
+    As in Horovod, ``filepath`` may be an attribute to set before training, on the rank that saves.
     """
 
     filepath: Any

@@ -42,7 +42,7 @@ def without(variables: Iterable[Any], local: Sequence[Any]) -> list[Any]:
 
 
 def read(variables: Sequence[Any]) -> list[Any]:
-    """Return the values of variables as arrays."""
+    """The values of variables as arrays."""
     return [variable.numpy() for variable in variables]
 
 
@@ -64,26 +64,21 @@ def broadcast(
 
     Args:
         variables: the same number on every rank, of equal shapes and dtypes in the same order.
-        root_rank: the root, by its number among all ranks.
         label: prefix of the operations' names, and of error messages.
         read, write: access to the variables' values; in a graph for sessions they have no ``numpy()``.
 
     Raises:
-        InvalidArgumentError: there is no such rank.
-        MismatchError: the ranks' variables or roots differ; raised on every rank before anything is changed, and names
-            the first difference.
+        InvalidArgumentError, MismatchError: as for `agreed_root`.
     """
 
     def prepare() -> tuple[list[Any], dict[str, str]]:
-        described = {f"variable {at}": _described(variable) for at, variable in enumerate(variables)}
+        described = {
+            f"variable {at}": f"{getattr(variable.dtype, 'name', variable.dtype)} of shape {tuple(variable.shape)}"
+            for at, variable in enumerate(variables)
+        }
         return [np.array(value, order="C") for value in read(variables)], described
 
     world, root, values = agreed_root(label, root_rank, process_set, prepare)
     broadcast_in_place(world, label, root, {str(at): value for at, value in enumerate(values)}, ArrayMemory())
     if world.rank != root:
         write(variables, values)
-
-
-def _described(variable: Any) -> str:
-    dtype = variable.dtype
-    return f"{getattr(dtype, 'name', dtype)} of shape {tuple(variable.shape)}"

@@ -57,9 +57,4 @@ class BestModelCheckpoint(_ForKeras2, KeepBestModel, keras.callbacks.ModelCheckp
         save_weights_only: bool = False,
         filepath: Any = None,
     ) -> None:
-        """
-        Args:
-            monitor, verbose, mode, save_freq, save_weights_only: as of ``ModelCheckpoint``.
-            filepath: the file to save to; may be set later.
-        """
         self._begin(filepath, save_weights_only, monitor=monitor, verbose=verbose, mode=mode, save_freq=save_freq)

@@ -23,14 +23,11 @@ class GradientReducer(ABC):
         """Return the combined gradients, with None where there was None; those of ``local`` variables stay this rank's.
 
         On TensorFlow, gradients that a ``DistributedGradientTape`` has combined are returned unchanged.
-
-        Raises:
-            MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
         """
 
 
 def gradient_reducer(options: GradientOptions, backend: str) -> GradientReducer:
-    """Return the reducer for a backend: "tensorflow", "jax" or "torch".
+    """Return the reducer for a backend.
 
     Raises:
         InvalidArgumentError: another backend, or ``groups`` is neither a number nor lists of variables.
@@ -64,7 +61,7 @@ class _ArrayReducer(GradientReducer):
 
     def __init__(self, options: GradientOptions) -> None:
         self._options = options
-        self._factors: dict[str, Any] = dict(options.factors)
+        self._keywords: dict[str, Any] = {"op": options.op, "compression": options.compression, **options.factors}
         self._groups = options.grouped()
 
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any], local: Sequence[Any]) -> list[Any]:
@@ -110,15 +107,7 @@ class _JaxReducer(_ArrayReducer):
         self._allreduce = grouped_allreduce
 
     def _combine(self, grads: list[Any], variables: list[Any], name: str) -> Sequence[Any]:
-        options = self._options
-        return self._allreduce(
-            grads,
-            op=options.op,
-            name=name,
-            compression=options.compression,
-            process_set=options.process_set,
-            **self._factors,
-        )
+        return self._allreduce(grads, name=name, process_set=self._options.process_set, **self._keywords)
 
 
 class _TorchReducer(_ArrayReducer):
@@ -137,8 +126,6 @@ class _TorchReducer(_ArrayReducer):
         return self._allreduce(grads, own, name)
 
     def _run(self, grads: list[Any], in_place: bool, name: str) -> Sequence[Any]:
-        options = self._options
-        world = world_of(options.process_set)
+        world = world_of(self._options.process_set)
         allreduce = world.grouped_allreduce_ if in_place else world.grouped_allreduce
-        detached = [grad.detach() for grad in grads]
-        return allreduce(detached, op=options.op, name=name, compression=options.compression, **self._factors)
+        return allreduce([grad.detach() for grad in grads], name=name, **self._keywords)

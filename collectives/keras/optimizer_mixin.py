@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -23,28 +24,18 @@ from collectives.frontends.keras_optimizer import distributed_class
 from collectives.keras.gradient_reducer import GradientReducer
 
 
+@dataclass
 class OptimizerState:
-    """The state of a distributed optimizer besides Keras's own.
+    """The state of a distributed optimizer besides Keras's own."""
 
-    Attributes:
-        local: variables whose gradients stay on this rank.
-        variables: those that the optimizer was built for.
-        passive: the optimizer that contains this one combines the gradients.
-        busy: gradients are combined already, and Keras applies them.
-        bare: hide the variables ``sums`` and ``count``.
-        sums, count: variables with the sums over several backward passes, and the number of passes.
-        summed: the identities of the first pass's variables, which further passes must have too.
-    """
-
-    def __init__(self) -> None:
-        self.local: list[Any] = []
-        self.variables: list[Any] = []
-        self.passive = False
-        self.busy = False
-        self.bare = False
-        self.sums: list[Any] = []
-        self.summed: list[int] | None = None
-        self.count: Any = None
+    local: list[Any] = field(default_factory=list)  # variables whose gradients stay on this rank
+    variables: list[Any] = field(default_factory=list)  # those that the optimizer was built for
+    passive: bool = False  # the optimizer that contains this one combines the gradients
+    busy: bool = False  # gradients are combined already, and Keras applies them
+    bare: bool = False  # hide the variables ``sums`` and ``count``
+    sums: list[Any] = field(default_factory=list)  # variables with the sums over several backward passes
+    count: Any = None  # a variable with the number of passes
+    summed: list[int] | None = None  # identities of the first pass's variables, which further passes must have too
 
     @contextmanager
     def within(self, flag: str) -> Iterator[None]:
@@ -63,14 +54,12 @@ class DistributedMixin:
 
     @property
     def state(self) -> OptimizerState:
-        optimizer_state: OptimizerState = vars(self).setdefault(
-            "_collectives", OptimizerState()
-        )  # not by setattr, because Keras would track the variables in it
+        # Not by setattr, because Keras would track the variables in it.
+        optimizer_state: OptimizerState = vars(self).setdefault("_collectives", OptimizerState())
         return optimizer_state
 
     @property
     def process_set(self) -> Any:
-        """The ranks that train together."""
         return self.options.process_set
 
     def register_local_var(self, var: Any) -> None:
@@ -105,11 +94,9 @@ class DistributedMixin:
         state = self.state
         state.variables = list(variables)
         if self.options.backward_passes_per_step > 1 and not state.passive and state.count is None:
-            any_optimizer: Any = self
-            state.sums = [
-                any_optimizer.add_variable_from_reference(variable, name="gradient_sum") for variable in variables
-            ]
-            state.count = any_optimizer.add_variable((), initializer="zeros", dtype="int32", name="backward_passes")
+            optimizer: Any = self
+            state.sums = [optimizer.add_variable_from_reference(each, name="gradient_sum") for each in variables]
+            state.count = optimizer.add_variable((), initializer="zeros", dtype="int32", name="backward_passes")
 
     # ---- application to variables
 
@@ -208,11 +195,8 @@ class DistributedMixin:
         optimizer: Any = self
         state = self.state
         places = {id(variable): at for at, variable in enumerate(optimizer.variables)}
-        sums, count, iterations = (
-            [places[id(each)] for each in state.sums],
-            places[id(state.count)],
-            places[id(optimizer.iterations)],
-        )
+        sums = [places[id(each)] for each in state.sums]
+        count, iterations = places[id(state.count)], places[id(optimizer.iterations)]
         values = list(optimizer_variables)
         for at, grad in zip(sums, grads, strict=True):
             values[at] = values[at] + grad

@@ -94,7 +94,6 @@ def broadcast_variables(variables: Any, root_rank: int, process_set: ProcessSet 
         variables: an iterable of Keras's variables; the same number on every rank, of equal shapes and dtypes in the
             same order.
         root_rank: the root, by its number among all ranks.
-        process_set: the ranks that take part.
 
     Raises:
         MismatchError: the ranks' variables or roots differ; raised on every rank before anything is changed, and names

@@ -27,11 +27,7 @@ def refusing(name: str | None, process_set: ProcessSet) -> Iterator[None]:
 
 
 def factors(prescale: Any, postscale: Any, name: str | None, process_set: ProcessSet) -> tuple[float, float]:
-    """Check scale factors, and refuse others on all ranks.
-
-    Raises:
-        InvalidTypeError: a factor is not a number.
-    """
+    """Check scale factors; one that is not a number is an InvalidTypeError on all ranks."""
     with refusing(name, process_set):
         return arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)
 
@@ -64,11 +60,7 @@ def _tensor(value: Any) -> Any:
 
 
 def splits(value: Any) -> Any:
-    """Convert the splits of an all-to-all to a tensor of integers.
-
-    Raises:
-        InvalidTypeError: not integers.
-    """
+    """Convert the splits of an all-to-all to a tensor; InvalidTypeError: not integers."""
     try:
         counts = tf.convert_to_tensor(value if hasattr(value, "dtype") else np.asarray(value, np.int32))
         if counts.dtype.is_integer:

@@ -61,9 +61,6 @@ def call(
         name: given by the user, or None.
         ignore_name_scope: whether ``name`` is used without the graph's name scopes.
 
-    Returns:
-        The callback's results, as tensors of the graph.
-
     Raises:
         InvalidArgumentError: XLA compiles this graph.
     """
@@ -75,15 +72,12 @@ def call(
             "the tf.function that calls it, or set it to False. In Keras: model.compile(..., jit_compile=False)"
         )
     types, shapes = list(types), [tf.TensorShape(shape) for shape in shapes]
+    if keeps_order(graph):
+        add, full_name = _in_order, name and scoped(name, ignore_name_scope)
+    else:
+        add, full_name = _on_own_thread, _unique(graph, label, ignore_name_scope)
     with tf.device("CPU:0"):
-        if keeps_order(graph):
-            results = _in_order(
-                make(name and scoped(name, ignore_name_scope)), _legal(label), list(tensors), types, shapes
-            )
-        else:
-            results = _on_own_thread(
-                make(_unique(graph, label, ignore_name_scope)), _legal(label), list(tensors), types, shapes
-            )
+        results = add(make(full_name), _legal(label), list(tensors), types, shapes)
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return results

@@ -30,8 +30,6 @@ class GraphCall:
 
     Attributes:
         collective: one of `_RUN`.
-        name: of the operation.
-        process_set: the ranks that take part.
         algorithm, transport, op, prescale, postscale, compression: as for `collectives.allreduce`.
         ignore_name_scope: whether ``name`` is used without the graph's name scopes.
         root: of a broadcast, as a rank of the world.
@@ -76,13 +74,12 @@ class GraphCall:
         return {"name": self.name, "algorithm": self.algorithm, "transport": self.transport}
 
     def reduce_options(self) -> dict[str, Any]:
-        """The keywords of reductions."""
-        return {
-            "op": self.op,
-            "prescale_factor": self.prescale,
-            "postscale_factor": self.postscale,
-            **self.options(),
-        }
+        """The keywords of reductions; compression, which a reduce-scatter does not have, only if there is one."""
+        options = self.options()
+        options.update(op=self.op, prescale_factor=self.prescale, postscale_factor=self.postscale)
+        if self.compression is not None:
+            options["compression"] = self.compression
+        return options
 
     def __call__(self, *tensors: Any) -> list[Any]:
         return _RUN[self.collective](self, self.world, tensors)
@@ -108,14 +105,11 @@ def run(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
     Returns:
         The results, as tensors.
     """
-    if call.collective == "allreduce":
-        return (
-            packed_callbacks.allreduce_now(call, tensors)
-            if tf.executing_eagerly()
-            else packed_callbacks.allreduce(call, tensors)
-        )
-    if tf.executing_eagerly():
-        return call(*tensors)
+    is_eager, is_allreduce = tf.executing_eagerly(), call.collective == "allreduce"
+    if is_eager:
+        return packed_callbacks.allreduce_now(call, tensors) if is_allreduce else call(*tensors)
+    if is_allreduce:
+        return packed_callbacks.allreduce(call, tensors)
     types, shapes = _signature(call, tensors)
     return graph.call(call.named, call.collective, tensors, types, shapes, call.name, call.ignore_name_scope)
 
@@ -127,7 +121,7 @@ def _signature(call: GraphCall, tensors: Sequence[Any]) -> tuple[list[Any], list
     if call.collective == "alltoall":
         return [tensors[0].dtype, tensors[1].dtype], [_rows(tensors[0]), [None]]
     if call.collective == "own_rows":
-        return [tensor.dtype for tensor in tensors[:-1]], [_rows(tensor) for tensor in tensors[:-1]]
+        tensors = tensors[:-1]
     return [tensor.dtype for tensor in tensors], [_rows(tensor) for tensor in tensors]
 
 
@@ -139,22 +133,11 @@ def _rows(tensor: Any) -> Any:
 # ---- execution
 
 
-def _allreduce(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
-    return _single_or_grouped(world, "allreduce", tensors, compression=call.compression, **call.reduce_options())
-
-
-def _reducescatter(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
-    return _single_or_grouped(world, "reducescatter", tensors, **call.reduce_options())
-
-
-def _allgather(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
-    return _single_or_grouped(world, "allgather", tensors, **call.options())
-
-
-def _single_or_grouped(world: World, collective: str, tensors: Sequence[Any], **options: Any) -> list[Any]:
+def _single_or_grouped(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
+    options = call.options() if call.collective == "allgather" else call.reduce_options()
     if len(tensors) == 1:
-        return [getattr(world, collective)(tensors[0], **options)]
-    results: list[Any] = getattr(world, f"grouped_{collective}")(tensors, **options)
+        return [getattr(world, call.collective)(tensors[0], **options)]
+    results: list[Any] = getattr(world, f"grouped_{call.collective}")(tensors, **options)
     return results
 
 
@@ -202,18 +185,12 @@ def _own_rows(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any
 
 
 def _sum_of_rows(parts: Any, shape: tuple[int, int]) -> Any:
-    """The sum over the ranks of concatenated rows; ``shape`` is (ranks, rows of each)."""
-    apart = (*shape, *parts.shape[1:])
-    return _sum(parts.reshape(apart)) if isinstance(parts, np.ndarray) else _sum_tensor(tf.reshape(parts, apart))
-
-
-def _sum(parts: Any) -> Any:
-    return parts.sum(0, dtype=np.float32 if dtypes.is_half(parts.dtype) else parts.dtype).astype(parts.dtype)
-
-
-def _sum_tensor(parts: Any) -> Any:
-    half = parts.dtype in (tf.float16, tf.bfloat16)
-    return tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32) if half else parts, 0), parts.dtype)
+    """The sum over the ranks of concatenated rows, of halves in float32; ``shape`` is (ranks, rows of each)."""
+    apart, dtype = (*shape, *parts.shape[1:]), parts.dtype
+    if isinstance(parts, np.ndarray):
+        return parts.reshape(apart).sum(0, dtype=np.float32 if dtypes.is_half(dtype) else dtype).astype(dtype)
+    wide = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+    return tf.cast(tf.reduce_sum(tf.cast(tf.reshape(parts, apart), wide), 0), dtype)
 
 
 def _merge(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
@@ -231,9 +208,7 @@ def _barrier(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]
 
 
 _RUN: dict[str, Callable[[GraphCall, World, Sequence[Any]], list[Any]]] = {
-    "allreduce": _allreduce,
-    "reducescatter": _reducescatter,
-    "allgather": _allgather,
+    **dict.fromkeys(("allreduce", "reducescatter", "allgather"), _single_or_grouped),
     "broadcast": _broadcast,
     "alltoall": _alltoall,
     "at_root": _at_root,

@@ -183,8 +183,6 @@ def _reduce(
 ) -> None:
     """All-reduce arrays into their places; ``parts`` are the shapes of the tensors that an array consists of."""
     how = call.reduce_options()
-    if call.compression is not None:
-        how["compression"] = call.compression
     if len(arrays) == 1:
         call.world.allreduce(arrays[0], out=places[0], parts=parts[0], **how)
     elif joined.pays(arrays, call.op, call.compression):

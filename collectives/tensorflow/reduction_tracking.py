@@ -89,15 +89,11 @@ def clear_pending(variables: Sequence[Any]) -> None:
 def reduce_remaining(
     grads: Sequence[Any], variables: Sequence[Any], reduction: GradientReduction, local: Collection[Any] = ()
 ) -> list[Any]:
-    """Reduce the gradients that are not reduced yet, before all of them are applied.
-
-    Args:
-        grads, variables, local: as for `GradientReduction.reduce`.
+    """`GradientReduction.reduce` of the gradients that are not reduced yet, before all of them are applied.
 
     Raises:
         InvalidArgumentError: doubtful gradients that cannot be reduced again differ between ranks; in a graph a
             ``tf.errors.InvalidArgumentError`` when it runs.
-        MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
     """
     gradients = list(grads)
     if len(gradients) != len(variables) or not reduction.process_set.included() or reduction.process_set.size() == 1:
@@ -154,10 +150,7 @@ def confirm_reduced(
     with tf.control_dependencies([tf.debugging.Assert(equal, [text])]):
         for at in doubtful:
             grad = gradients[at]
-            same = tf.identity(_values(grad))
-            gradients[at] = (
-                tf.IndexedSlices(same, grad.indices, grad.dense_shape) if isinstance(grad, tf.IndexedSlices) else same
-            )
+            gradients[at] = tf.nest.map_structure(tf.identity, grad, expand_composites=True)
     return gradients
 
 

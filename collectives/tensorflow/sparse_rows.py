@@ -26,7 +26,6 @@ def allreduce(world: World, arrays: Sequence[Any], average: bool, name: str | No
     Args:
         arrays: values and indices of each tensor in turn; indices in any order, possibly repeated.
         average: divide by the number of ranks; not for integers.
-        name: of the operations, or None.
 
     Returns:
         Values and indices of each tensor in turn, equal on all ranks; indices are ascending and unique.

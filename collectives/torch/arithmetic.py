@@ -44,8 +44,3 @@ class TorchArithmetic:
 
     def nonzero(self, scalar: Any) -> Any:
         return scalar.masked_fill(scalar == 0, 1)
-
-
-def scaled(tensor: Any, factor: float) -> Any:
-    """A tensor times a number; by 1 the tensor itself."""
-    return tensor if factor == 1.0 else tensor * factor

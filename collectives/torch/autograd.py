@@ -10,7 +10,7 @@ never taken for a later one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,11 +27,8 @@ from collectives.engine import arguments
 from collectives.engine.handles import Handle
 from collectives.frontends import adjoints
 from collectives.schedules import partition
-from collectives.torch.arithmetic import TorchArithmetic, scaled
+from collectives.torch.arithmetic import TorchArithmetic
 from collectives.worlds.world import World
-
-_Adjoint = Callable[[list[Any], Sequence[Any]], Sequence[Any]]
-"""Maps the gradients of outputs, and the inputs if they were kept, to the gradients of inputs."""
 
 _SLOTS = 64
 """Names of the gradients of unnamed calls of one kind. The engine remembers what it has done under a name, so that
@@ -45,36 +42,59 @@ class DifferentiableCall:
 
     Attributes:
         world: of the process set.
+        collective: its method, such as "allreduce".
         name: of the operation; of a call that is being differentiated, of its gradient.
         grouped: whether it is the grouped form.
         options: the other keywords of the world's method.
         exact: whether its gradient is the adjoint under any setting.
         rows: of an all-gather being differentiated, this rank's rows of each tensor.
         root: of a broadcast, its rank in the world.
+        splits: of an all-to-all, the rows for each rank.
         received: of an all-to-all being differentiated, the rows received from each rank.
     """
 
     world: World
+    collective: str
     name: str | None = None
     grouped: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     exact: bool = False
     rows: Sequence[int] = ()
     root: int = 0
+    splits: Any = None
     received: Sequence[int] = ()
 
     arithmetic = TorchArithmetic()
 
-    def run(self, collective: str, *arguments: Any) -> tuple[Any, DifferentiableCall]:
-        """Run it without autograd. Returns the result, and the call by the name of its gradient."""
-        begin = getattr(self.world, f"grouped_{collective}_async" if self.grouped else f"{collective}_async")
-        handle = begin(*arguments, name=self.name, **self.options)
-        return handle.wait(), replace(self, name=_name_of_gradient(handle))
+    def run(self, tensors: Sequence[Any]) -> tuple[list[Any], DifferentiableCall]:
+        """Run it without autograd. Returns the results, and the call by the name of its gradient."""
+        arguments = {"broadcast": (self.root,), "alltoall": (self.splits,)}.get(self.collective, ())
+        begin = getattr(self.world, f"{'grouped_' * self.grouped}{self.collective}_async")
+        handle = begin(list(tensors) if self.grouped else tensors[0], *arguments, name=self.name, **self.options)
+        result: Any = handle.wait()
+        about: dict[str, Any] = {"name": _name_of_gradient(handle)}
+        if self.collective == "alltoall":
+            result, received = result
+            about["received"] = received.tolist()
+        elif self.collective == "allgather":
+            about["rows"] = [tensor.shape[0] for tensor in tensors if _has_gradient(tensor)]
+        return list(result) if self.grouped else [result], replace(self, **about)
 
-    def run_all(self, collective: str, tensors: Sequence[Any]) -> tuple[list[Any], DifferentiableCall]:
-        """`run` for a group, or for the only tensor."""
-        result, backward = self.run(collective, list(tensors) if self.grouped else tensors[0])
-        return list(result) if self.grouped else [result], backward
+    def adjoint(self, gradients: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+        """The gradients of its tensors; ``inputs`` are those tensors, where the adjoint needs them."""
+        if self.collective in ("allreduce", "reducescatter"):
+            return getattr(adjoints, self.collective)(self, gradients, inputs)
+        return getattr(adjoints, self.collective)(self, gradients)
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether its adjoint depends on its tensors."""
+        repeats = self.collective == "allreduce" and self.as_horovod
+        return not (adjoints.is_linear(self.op) or repeats)
+
+    def refused(self, problem: str) -> Exception:
+        op = "" if self.op is None else f" with op={self.op!r}"
+        return self.world.refused(UnsupportedError(f"{self.collective}{op}: {problem}"), self.name)
 
     # ---- for the adjoint
 
@@ -95,20 +115,23 @@ class DifferentiableCall:
         return self.world.rank
 
     def numbered(self, number: int) -> DifferentiableCall:
-        return replace(self, name=self._derived(f".{number}"))
+        return self.renamed(f".{number}")
 
-    def _other(self, suffix: str = "", **fields: Any) -> DifferentiableCall:
-        return DifferentiableCall(self.world, self._derived(suffix), **fields)
+    def renamed(self, suffix: str, **fields: Any) -> DifferentiableCall:
+        return replace(self, name=self._derived(suffix), **fields)
+
+    def _other(self, collective: str, suffix: str = "", **fields: Any) -> DifferentiableCall:
+        return DifferentiableCall(self.world, collective, self._derived(suffix), **fields)
 
     def _derived(self, suffix: str) -> str | None:
         """A name; None in a compiled graph, whose unnamed calls are matched by order."""
         return self.name and self.name + suffix
 
     def repeat(self, tensors: Sequence[Any]) -> list[Any]:
-        return allreduce(replace(self, options={**self.options, "stream": None}), tensors)
+        return run(replace(self, options={**self.options, "stream": None}), tensors)
 
     def allgather(self, tensors: Sequence[Any]) -> list[Any]:
-        return allgather(self._other(grouped=self.grouped), tensors)
+        return run(self._other("allgather", grouped=self.grouped), tensors)
 
     def own_rows(self, tensors: Sequence[Any], op: Op) -> list[Any]:
         """Reduce-scatter where the ranks' rows are divided as it divides them; elsewhere all-to-all and a local sum."""
@@ -117,46 +140,50 @@ class DifferentiableCall:
         even = [i for i, counts in enumerate(table) if counts == partition.rows(sum(counts), size)]
         results = list(tensors)
         if even:
-            summing = self._other(grouped=True, options={"op": op}, exact=True)
-            for i, result in zip(even, reducescatter(summing, [tensors[i] for i in even]), strict=True):
+            summing = self._other("reducescatter", grouped=True, options={"op": op}, exact=True)
+            for i, result in zip(even, run(summing, [tensors[i] for i in even]), strict=True):
                 results[i] = result
         for i, counts in enumerate(table):
             if i not in even:
-                parts, _ = alltoall(self._other(f".{i}"), tensors[i], counts)
+                parts = self._exchanged(f".{i}", tensors[i], counts)
                 parts = parts.reshape(size, self.rows[i], *parts.shape[1:])
                 results[i] = parts.mean(0) if op is Op.AVERAGE else parts.sum(0)
         return results
 
     def at_root(self, tensors: Sequence[Any], op: Op) -> list[Any]:
-        (total,) = allreduce(self._other(options={"op": op}), tensors)
+        (total,) = run(self._other("allreduce", options={"op": op}), tensors)
         if self.rank == self.root:
             return [total]
         # Zeros that depend on the all-reduce: a second backward pass needs this rank as well.
         return [total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)]
 
     def send_back(self, tensors: Sequence[Any]) -> list[Any]:
-        return [alltoall(self._other(), tensors[0], self.received)[0]]
+        return [self._exchanged("", tensors[0], self.received)]
 
     def scaled(self, tensor: Any, factor: float, power: int = 0) -> Any:
-        return scaled(tensor, factor * float(self.world.size) ** power)
+        factor *= float(self.world.size) ** power
+        return tensor if factor == 1.0 else tensor * factor
 
     def summed(self, tensor: Any) -> Any:
-        return allreduce(self._other(".sum", options={"op": Op.SUM}), [tensor])[0]
+        return run(self._other("allreduce", ".sum", options={"op": Op.SUM}), [tensor])[0]
 
     def summed_share(self, tensor: Any) -> Any:
-        return reducescatter(self._other(".sum", options={"op": Op.SUM}), [tensor])[0]
+        return run(self._other("reducescatter", ".sum", options={"op": Op.SUM}), [tensor])[0]
 
     def versions(self, tensor: Any) -> Any:
         shares = partition.rows(tensor.shape[0], self.world.size)
-        versions, _ = alltoall(self._other(".rows"), tensor, shares)
+        versions = self._exchanged(".rows", tensor, shares)
         return versions.reshape(self.world.size, shares[self.rank], *tensor.shape[1:])
 
     def return_versions(self, versions: Any) -> Any:
         size, own = versions.shape[:2]
-        return alltoall(self._other(".back"), versions.reshape(size * own, *versions.shape[2:]), [own] * size)[0]
+        return self._exchanged(".back", versions.reshape(size * own, *versions.shape[2:]), [own] * size)
 
     def vectors(self, tensor: Any) -> list[Any]:
-        return list(allgather(self._other(".rows"), [tensor.reshape(1, -1)])[0].double())
+        return list(run(self._other("allgather", ".rows"), [tensor.reshape(1, -1)])[0].double())
+
+    def _exchanged(self, suffix: str, tensor: Any, splits: Sequence[int]) -> Any:
+        return alltoall(self._other("alltoall", suffix, splits=splits), tensor)[0]
 
 
 def tracks(tensor: Any) -> bool:
@@ -164,54 +191,21 @@ def tracks(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and ((tensor.requires_grad and torch.is_grad_enabled()) or _in_transform())
 
 
-# ---- the collectives
-
-
-def allreduce(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
-    """`collectives.torch.allreduce` of one tensor, or of a group; ``op`` is among the options."""
+def run(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
+    """Carry a collective out on one tensor, or on those of a group. Differentiable."""
     if _in_transform():
-        return _transformed("allreduce", call, tensors)
-    results, backward = call.run_all("allreduce", tensors)
-    keeps = not (adjoints.is_linear(call.op) or call.as_horovod)
-    return _attach(lambda *about: adjoints.allreduce(backward, *about), results, tensors, keeps)
+        return _run_in_transform(call, tensors)
+    results, backward = call.run(tensors)
+    return _attach(backward, results, tensors)
 
 
-def reducescatter(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
-    """`collectives.torch.reducescatter` of one tensor, or of a group; ``op`` is among the options."""
+def alltoall(call: DifferentiableCall, tensor: Any) -> tuple[Any, Sequence[int]]:
+    """`run` of an all-to-all with splits; also returns how many rows came from each rank."""
     if _in_transform():
-        return _transformed("reducescatter", call, tensors)
-    results, backward = call.run_all("reducescatter", tensors)
-    keeps = not adjoints.is_linear(call.op)
-    return _attach(lambda *about: adjoints.reducescatter(backward, *about), results, tensors, keeps)
-
-
-def allgather(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
-    """`collectives.torch.allgather` of one tensor, or of a group."""
-    if _in_transform():
-        return _transformed("allgather", call, tensors)
-    results, backward = call.run_all("allgather", tensors)
-    backward = replace(backward, rows=[tensor.shape[0] for tensor in tensors if _has_gradient(tensor)])
-    return _attach(lambda gradients, _: adjoints.allgather(backward, gradients), results, tensors)
-
-
-def broadcast(call: DifferentiableCall, tensor: Any, root: int) -> Any:
-    """`collectives.torch.broadcast`; the root by its number in the world."""
-    if _in_transform():
-        return _transformed("broadcast", replace(call, root=root), [tensor], root)[0]
-    result, backward = call.run("broadcast", tensor, root)
-    backward = replace(backward, root=root)
-    return _attach(lambda gradients, _: adjoints.broadcast(backward, gradients), [result], [tensor])[0]
-
-
-def alltoall(call: DifferentiableCall, tensor: Any, splits: Any) -> tuple[Any, list[int]]:
-    """`collectives.torch.alltoall`, with splits; the rows received, and how many from each rank."""
-    if _in_transform():
-        call = replace(call, received=_received(call, tensor, splits))
-        return _transformed("alltoall", call, [tensor], splits)[0], list(call.received)
-    (result, received), backward = call.run("alltoall", tensor, splits)
-    counts: list[int] = received.tolist()
-    backward = replace(backward, received=counts)
-    return _attach(lambda gradients, _: adjoints.alltoall(backward, gradients), [result], [tensor])[0], counts
+        call = replace(call, received=_received(call, tensor))
+        return _run_in_transform(call, [tensor])[0], call.received
+    results, backward = call.run([tensor])
+    return _attach(backward, results, [tensor])[0], backward.received
 
 
 # ---- torch's graph
@@ -221,9 +215,9 @@ class _Collective(torch.autograd.Function):
     """A collective that has been carried out, in torch's graph."""
 
     @staticmethod
-    def forward(ctx: Any, adjoint: _Adjoint, keeps: bool, results: Sequence[Any], *tensors: Any) -> tuple[Any, ...]:
-        ctx.adjoint, ctx.keeps = adjoint, keeps
-        if keeps:
+    def forward(ctx: Any, call: DifferentiableCall, results: Sequence[Any], *tensors: Any) -> tuple[Any, ...]:
+        ctx.call = call
+        if call.needs_inputs:
             ctx.save_for_backward(*tensors)
         return tuple(results)
 
@@ -231,10 +225,10 @@ class _Collective(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         # Each output of a group may have a backward pass of its own, unless there are inputs, which torch keeps for
         # one.
-        return (None, None, None, *ctx.adjoint(list(gradients), ctx.saved_tensors if ctx.keeps else ()))
+        return None, None, *ctx.call.adjoint(list(gradients), ctx.saved_tensors if ctx.call.needs_inputs else ())
 
 
-def _attach(adjoint: _Adjoint, results: list[Any], tensors: Sequence[Any], keeps: bool = False) -> list[Any]:
+def _attach(call: DifferentiableCall, results: list[Any], tensors: Sequence[Any]) -> list[Any]:
     """The results as functions of the tensors, if any of these needs a gradient.
 
     Then of all of them: all ranks' adjoints must be about the same ones, and another rank may need one that is not
@@ -243,7 +237,7 @@ def _attach(adjoint: _Adjoint, results: list[Any], tensors: Sequence[Any], keeps
     if any(map(tracks, tensors)):
         chosen = [i for i, tensor in enumerate(tensors) if _has_gradient(tensor)]
         apply: Any = _Collective.apply
-        attached = apply(adjoint, keeps, [results[i] for i in chosen], *(tensors[i] for i in chosen))
+        attached = apply(call, [results[i] for i in chosen], *(tensors[i] for i in chosen))
         for i, result in zip(chosen, attached, strict=True):
             results[i] = result
     return results
@@ -269,51 +263,21 @@ def refuse_transforms_in_graph() -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Transformed:
-    """A collective that a transform sees as one function of its tensors.
+class _Transformable(torch.autograd.Function):
+    """The rules by which torch takes a collective through the levels of its transforms.
 
     Calls without a name are matched by their order, in adjoints too: every rank applies the same transforms.
-
-    Attributes:
-        collective: the world's method.
-        call, arguments: of the collective.
     """
 
-    collective: str
-    call: DifferentiableCall
-    arguments: tuple[Any, ...]
-
-    def run(self, tensors: Sequence[Any]) -> list[Any]:
-        """Carry it out, on tensors that have elements."""
-        inputs = list(tensors) if self.call.grouped else tensors[0]
-        result, _ = self.call.run(self.collective, inputs, *self.arguments)
-        return list(result) if self.call.grouped else [result[0] if self.collective == "alltoall" else result]
-
-    def differentiated(self, gradients: list[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-        rows = [x.shape[0] for x in inputs] if self.collective == "allgather" else ()
-        call = replace(self.call, name=self.call._derived(".gradient"), rows=rows)
-        if self.collective in ("allreduce", "reducescatter"):
-            return getattr(adjoints, self.collective)(call, gradients, inputs)
-        return getattr(adjoints, self.collective)(call, gradients)
-
-    def refused(self, problem: str) -> Exception:
-        op = "" if self.call.op is None else f" with op={self.call.op!r}"
-        return self.call.world.refused(UnsupportedError(f"{self.collective}{op}: {problem}"), self.call.name)
-
-
-class _Transformable(torch.autograd.Function):
-    """The rules by which torch takes a collective through the levels of its transforms."""
-
     @staticmethod
-    def forward(this: _Transformed, *tensors: Any) -> tuple[Any, ...]:
+    def forward(call: DifferentiableCall, *tensors: Any) -> tuple[Any, ...]:
         # torch calls this from C++, where a compiler that has given up a graph may begin another.
-        run = torch.compiler.disable(this.run) if torch.compiler.is_compiling() else this.run
-        return tuple(run(tensors))
+        run = torch.compiler.disable(call.run) if torch.compiler.is_compiling() else call.run
+        return tuple(run(tensors)[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.this, *tensors = inputs
+        ctx.call, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
@@ -321,56 +285,56 @@ class _Transformable(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         inputs = ctx.saved_tensors
         chosen = [i for i, x in enumerate(inputs) if _has_gradient(x)]
-        results = ctx.this.differentiated([gradients[i] for i in chosen], [inputs[i] for i in chosen])
+        rows = [inputs[i].shape[0] for i in chosen] if ctx.call.collective == "allgather" else ()
+        call = ctx.call.renamed(".gradient", rows=rows)
+        results = call.adjoint([gradients[i] for i in chosen], [inputs[i] for i in chosen])
         spread = dict(zip(chosen, results, strict=True))
         return None, *map(spread.get, range(len(inputs)))
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> tuple[Any, ...]:
-        this, inputs = ctx.this, ctx.saved_tensors
-        if not adjoints.is_linear(this.call.op):
-            raise this.refused("has no forward derivative; use a reverse one (torch.func.grad, vjp, jacrev)")
+        call, inputs = ctx.call, ctx.saved_tensors
+        if not adjoints.is_linear(call.op):
+            raise call.refused("has no forward derivative; use a reverse one (torch.func.grad, vjp, jacrev)")
         chosen = [i for i, x in enumerate(inputs) if _has_gradient(x)]
         moving = [torch.zeros_like(inputs[i]) if tangents[i] is None else tangents[i] for i in chosen]
-        call = replace(this.call, name=this.call._derived(".tangent"))
-        spread = dict(zip(chosen, _apply(replace(this, call=call), *moving), strict=True))
+        spread = dict(zip(chosen, _apply(call.renamed(".tangent"), *moving), strict=True))
         return tuple(map(spread.get, range(len(inputs))))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, this: _Transformed, *tensors: Any) -> tuple[Any, Any]:
+    def vmap(info: Any, in_dims: Any, call: DifferentiableCall, *tensors: Any) -> tuple[Any, Any]:
         """One collective of all examples, whose dimension becomes the last: rows stay the first."""
-        if this.call.op is Op.ADASUM:
-            raise this.refused("cannot be vectorised, since it combines whole tensors; call it outside of vmap")
+        if call.op is Op.ADASUM:
+            raise call.refused("cannot be vectorised, since it combines whole tensors; call it outside of vmap")
         batched = [dim is not None for dim in in_dims[1:]]
         moved = [x.movedim(dim, -1) if at else x for x, dim, at in zip(tensors, in_dims[1:], batched, strict=True)]
-        results = _apply(this, *moved)
+        results = _apply(call, *moved)
         return results, tuple(y.dim() - 1 if at else None for y, at in zip(results, batched, strict=True))
 
 
 _apply: Any = _Transformable.apply
 
 
-def _transformed(collective: str, call: DifferentiableCall, tensors: Sequence[Any], *arguments: Any) -> list[Any]:
-    this = _Transformed(collective, call, arguments)
+def _run_in_transform(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
     if torch.compiler.is_compiling():
         refuse_transforms_in_graph()
     if get_proxy_mode() is not None:  # a recorded result would be used again in place of a call
-        raise this.refused("cannot be recorded by torch.func.linearize or make_fx; use torch.func.jvp or torch.compile")
+        raise call.refused("cannot be recorded by torch.func.linearize or make_fx; use torch.func.jvp or torch.compile")
     if _transforms_active() and functorch.peek_interpreter_stack().key() == functorch.TransformType.Functionalize:
-        raise this.refused("torch.func.functionalize has no rule for it; call it outside")
+        raise call.refused("torch.func.functionalize has no rule for it; call it outside")
     # vmap would have a batch of numbers pass for rows.
-    if collective in ("allgather", "reducescatter") and not all(x.dim() for x in tensors):
-        raise this.refused("works along the first dimension, got a 0-d tensor; reshape it to (1,)")
-    return list(_apply(this, *tensors))
+    if call.collective in ("allgather", "reducescatter") and not all(x.dim() for x in tensors):
+        raise call.refused("works along the first dimension, got a 0-d tensor; reshape it to (1,)")
+    return list(_apply(call, *tensors))
 
 
-def _received(call: DifferentiableCall, tensor: Any, splits: Any) -> list[int]:
+def _received(call: DifferentiableCall, tensor: Any) -> list[int]:
     """The rows that each rank sends here, which a transform cannot return: of an exchange of their own."""
-    world, name = call.world, call._derived(".splits")
-    with world.refusing(name):
+    world, renamed = call.world, call.renamed(".splits")
+    with world.refusing(renamed.name):
         arguments.with_rows(tensor, "alltoall")
-        counts = arguments.splits(splits, tensor.shape[0], world.size)
-    received: Any = world.alltoall(np.array(counts, np.int64), name=name)
+        counts = arguments.splits(call.splits, tensor.shape[0], world.size)
+    received: Any = world.alltoall(np.array(counts, np.int64), name=renamed.name)
     return received.tolist()
 
 

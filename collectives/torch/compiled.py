@@ -31,7 +31,7 @@ In a compiled backward pass all of them run, with gradients of zeros where an ou
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -41,7 +41,6 @@ from collectives.base.reduce_op import Op
 from collectives.frontends import adjoints
 from collectives.tensors.compression import compress_all, is_built_in, wire_name
 from collectives.torch import operators
-from collectives.torch.arguments import Choices
 from collectives.torch.autograd import refuse_transforms_in_graph
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import world_of
@@ -50,92 +49,71 @@ Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 
 _HELD = ("algorithm", "transport")
-_NONE: Choices = {}
+_NO_CHOICES: Mapping[str, Any] = {}
 
 
 def allreduce(
-    tensor: Any,
+    tensors: Sequence[Any],
+    grouped: bool,
     op: Op,
     name: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
     compressor: Any = None,
     process_set: ProcessSet | int = 0,
-    choices: Choices = _NONE,
-) -> Any:
-    """`collectives.torch.allreduce` in a graph.
+    choices: Mapping[str, Any] = _NO_CHOICES,
+) -> list[Any]:
+    """`collectives.torch.allreduce`, or `grouped_allreduce`, in a graph, as one node.
 
     Args:
-        tensor: any shape, dtype and strides that the engine takes. Left unchanged.
-        op, name, prescale, postscale: as there; there is no ``average``.
+        tensors: any shapes, dtypes and strides that the engine takes; one unless ``grouped``. Left unchanged.
         compressor: None, a built-in one, or any other whose methods can be traced.
         process_set: the ranks that take part, or their set's number.
         choices: further keywords of the call.
 
     Returns:
-        A new contiguous tensor.
+        New contiguous tensors.
     """
     how, where = (op.value, name, prescale, postscale), _where(process_set, choices)
-    if compressor is None or is_built_in(compressor):
-        return torch.ops.collectives.allreduce(tensor, *how, wire_name(compressor), *where)
-    (compressed,), restore = compress_all(compressor, [tensor])
-    return restore([torch.ops.collectives.allreduce(compressed, *how, None, *where)])[0]
-
-
-def grouped_allreduce(
-    tensors: Sequence[Any],
-    op: Op,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    compressor: Any = None,
-    process_set: ProcessSet | int = 0,
-    choices: Choices = _NONE,
-) -> list[Any]:
-    """`collectives.torch.grouped_allreduce` in a graph, as one node; arguments as for `allreduce`."""
-    how, where = (op.value, name, prescale, postscale), _where(process_set, choices)
-    if compressor is None or is_built_in(compressor):
-        return list(torch.ops.collectives.grouped_allreduce(list(tensors), *how, wire_name(compressor), *where))
-    compressed, restore = compress_all(compressor, tensors)
-    return restore(torch.ops.collectives.grouped_allreduce(compressed, *how, None, *where))
+    in_engine = compressor is None or is_built_in(compressor)
+    wire = wire_name(compressor) if in_engine else None
+    operands, restore = (list(tensors), list) if in_engine else compress_all(compressor, tensors)
+    if grouped:
+        return restore(torch.ops.collectives.grouped_allreduce(operands, *how, wire, *where))
+    return restore([torch.ops.collectives.allreduce(operands[0], *how, wire, *where)])
 
 
 def reducescatter(
     tensor: Any,
     op: Op,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    process_set: ProcessSet | int = 0,
-    choices: Choices = _NONE,
+    name: str | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet | int,
+    choices: Mapping[str, Any],
 ) -> Any:
     """`collectives.torch.reducescatter` in a graph: this rank's rows of the reduced tensor."""
     world = world_of(process_set)
-    rows = (
-        tensor.shape[0] + world.size - 1 - world.rank
-    ) // world.size  # as `partition.rows`, of a number that may be a symbol
+    # As `partition.rows`, of a number that may be a symbol.
+    rows = (tensor.shape[0] + world.size - 1 - world.rank) // world.size
     how = op.value, name, prescale, postscale
     return torch.ops.collectives.reducescatter(tensor, *how, rows, *_where(process_set, choices))
 
 
-def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | int = 0, choices: Choices = _NONE) -> Any:
+def allgather(tensor: Any, name: str | None, process_set: ProcessSet | int, choices: Mapping[str, Any]) -> Any:
     """`collectives.torch.allgather` in a graph: every rank's rows."""
     return torch.ops.collectives.allgather(tensor, name, None, *_where(process_set, choices))
 
 
 def broadcast(
-    tensor: Any, root: int, name: str | None = None, process_set: ProcessSet | int = 0, choices: Choices = _NONE
+    tensor: Any, root: int, name: str | None, process_set: ProcessSet | int, choices: Mapping[str, Any]
 ) -> Any:
     """`collectives.torch.broadcast` in a graph; ``root`` is a number within the process set."""
     return torch.ops.collectives.broadcast(tensor, root, name, *_where(process_set, choices))
 
 
 def alltoall(
-    tensor: Any,
-    splits: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet | int = 0,
-    choices: Choices = _NONE,
+    tensor: Any, splits: Any, name: str | None, process_set: ProcessSet | int, choices: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """`collectives.torch.alltoall` in a graph.
 
@@ -173,7 +151,7 @@ def untraced(function: Callable[Arguments, Returned]) -> Callable[Arguments, Ret
     return call
 
 
-def _where(process_set: ProcessSet | int, choices: Choices) -> tuple[int, str | None, str | None]:
+def _where(process_set: ProcessSet | int, choices: Mapping[str, Any]) -> tuple[int, str | None, str | None]:
     """A process set's number, an algorithm and a transport, which a graph can hold.
 
     Raises:
@@ -200,8 +178,9 @@ def _where(process_set: ProcessSet | int, choices: Choices) -> tuple[int, str | 
 
 def _note_reduction(ctx: Any, inputs: Any, output: Any) -> None:
     x, op, name, prescale, postscale, ctx.last, *ctx.where = inputs
-    ctx.how = op, name and f"{name}.gradient", prescale, postscale
+    ctx.how = op, _of_gradient(name), prescale, postscale
     ctx.grouped = isinstance(x, (list, tuple))
+    ctx.rows = None if ctx.grouped or not x.dim() else x.shape[0]
     if not adjoints.is_linear(Op(op)):
         ctx.save_for_backward(*(x if ctx.grouped else [x]))
 
@@ -212,47 +191,41 @@ def _back_through_allreduce(ctx: Any, gradient: Any) -> Any:
         run = ops.grouped_allreduce if ctx.grouped else ops.allreduce
         return run(gradient, *ctx.how, ctx.last, *ctx.where), *(None,) * 8
     gradients = gradient if ctx.grouped else [gradient]
-    results = ops.adjoint_of_allreduce(gradients, list(ctx.saved_tensors), *ctx.how, ctx.where[0])
+    results = ops.adjoint(gradients, list(ctx.saved_tensors), "allreduce", *ctx.how, None, 0, ctx.where[0])
     return results if ctx.grouped else results[0], *(None,) * 8
 
 
-def _note_reducescatter(ctx: Any, inputs: Any, output: Any) -> None:
-    _note_reduction(ctx, inputs, output)
-    ctx.rows = inputs[0].shape[0]
-
-
 def _back_through_reducescatter(ctx: Any, gradient: Any) -> Any:
-    x = None if adjoints.is_linear(Op(ctx.how[0])) else ctx.saved_tensors[0]
-    run = torch.ops.collectives.adjoint_of_reducescatter
-    return run(gradient, x, *ctx.how, ctx.rows, ctx.where[0]), *(None,) * 8
+    about = list(ctx.saved_tensors), "reducescatter", *ctx.how, ctx.rows, 0, ctx.where[0]
+    return torch.ops.collectives.adjoint([gradient], *about)[0], *(None,) * 8
 
 
 def _note_allgather(ctx: Any, inputs: Any, output: Any) -> None:
     x, name, _, process_set, *_ = inputs
-    ctx.how = name and f"{name}.gradient", x.shape[0], process_set
-
-
-def _back_through_allgather(ctx: Any, gradient: Any) -> Any:
-    return torch.ops.collectives.own_rows(gradient, *ctx.how), *(None,) * 5
+    ctx.about = [], "allgather", None, _of_gradient(name), 1.0, 1.0, x.shape[0], 0, process_set
 
 
 def _note_broadcast(ctx: Any, inputs: Any, output: Any) -> None:
     _, root, name, process_set, *_ = inputs
-    ctx.how = root, name and f"{name}.gradient", process_set
+    ctx.about = [], "broadcast", None, _of_gradient(name), 1.0, 1.0, None, root, process_set
 
 
-def _back_through_broadcast(ctx: Any, gradient: Any) -> Any:
-    return torch.ops.collectives.at_root(gradient, *ctx.how), *(None,) * 5
+def _back_through_copies(ctx: Any, gradient: Any) -> Any:
+    return torch.ops.collectives.adjoint([gradient], *ctx.about)[0], *(None,) * 5
 
 
 def _note_alltoall(ctx: Any, inputs: Any, output: Any) -> None:
     x, _, name, _, ranks, process_set, *_ = inputs
-    ctx.how = name and f"{name}.gradient", x.shape[0], ranks, process_set, None, None
+    ctx.how = _of_gradient(name), x.shape[0], ranks, process_set, None, None
     ctx.save_for_backward(output[1])
 
 
 def _back_through_alltoall(ctx: Any, gradients: Any) -> Any:
     return torch.ops.collectives.alltoall(gradients[0], ctx.saved_tensors[0], *ctx.how)[0], *(None,) * 7
+
+
+def _of_gradient(name: str | None) -> str | None:
+    return name and f"{name}.gradient"
 
 
 # ---- registration
@@ -312,7 +285,7 @@ _define(
     f"reducescatter(Tensor x, {_REDUCES}, SymInt rows, {_WHERE}) -> Tensor",
     operators.reducescatter,
     lambda x, op, name, prescale, postscale, rows, *_: _with_rows(x, rows),
-    _note_reducescatter,
+    _note_reduction,
     _back_through_reducescatter,
 )
 _define(
@@ -320,14 +293,14 @@ _define(
     operators.allgather,
     lambda x, name, rows, *_: _with_rows(x, rows),
     _note_allgather,
-    _back_through_allgather,
+    _back_through_copies,
 )
 _define(
     f"broadcast(Tensor x, int root, str? name, {_WHERE}) -> Tensor",
     operators.broadcast,
     _like,
     _note_broadcast,
-    _back_through_broadcast,
+    _back_through_copies,
 )
 _define(
     # A list, and not a pair: Inductor (2.13) loses sight of the unknown rows in a pair that has an effect.
@@ -341,18 +314,10 @@ _define(
     _back_through_alltoall,
 )
 _define(
-    "own_rows(Tensor gradient, str? name, SymInt rows, int process_set) -> Tensor",
-    operators.own_rows,
-    lambda gradient, name, rows, process_set: _with_rows(gradient, rows),
-)
-_define("at_root(Tensor gradient, int root, str? name, int process_set) -> Tensor", operators.at_root, _like)
-_define(
-    f"adjoint_of_allreduce(Tensor[] gradients, Tensor[] xs, {_REDUCES}, int process_set) -> Tensor[]",
-    operators.adjoint_of_allreduce,
-    lambda gradients, xs, *_: [_like(x) for x in xs],
-)
-_define(
-    f"adjoint_of_reducescatter(Tensor gradient, Tensor? x, {_REDUCES}, SymInt rows, int process_set) -> Tensor",
-    operators.adjoint_of_reducescatter,
-    lambda gradient, x, op, name, prescale, postscale, rows, process_set: _with_rows(gradient, rows),
+    "adjoint(Tensor[] gradients, Tensor[] xs, str collective, str? op, str? name, float prescale, float postscale, "
+    "SymInt? rows, int root, int process_set) -> Tensor[]",
+    operators.adjoint,
+    lambda gradients, xs, collective, op, name, prescale, postscale, rows, *_: [
+        _like(gradient) if rows is None else _with_rows(gradient, rows) for gradient in gradients
+    ],
 )

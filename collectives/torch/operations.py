@@ -70,7 +70,7 @@ def allgather(
         return compiled.allgather(tensor, name, process_set, choices)
     world = world_of(process_set)
     if tracks(tensor):
-        return autograd.allgather(DifferentiableCall(world, name, False, {**choices}), [tensor])[0]
+        return autograd.run(DifferentiableCall(world, "allgather", name, False, {**choices}), [tensor])[0]
     return world.allgather(tensor, **world_options(choices, name))
 
 
@@ -105,7 +105,7 @@ def _grouped_allgather(
 ) -> list[Tensor]:
     world = world_of(process_set)
     if any_tracked(tensors):
-        return autograd.allgather(DifferentiableCall(world, name, True, {**choices}), tensors)
+        return autograd.run(DifferentiableCall(world, "allgather", name, True, {**choices}), tensors)
     return world.grouped_allgather(tensors, **world_options(choices, name))
 
 
@@ -153,7 +153,8 @@ def broadcast(
         return compiled.broadcast(tensor, root, name, process_set, choices)
     world = world_of(process_set)
     if tracks(tensor):
-        return autograd.broadcast(DifferentiableCall(world, name, False, {**choices}), tensor, root)
+        call = DifferentiableCall(world, "broadcast", name, options={**choices}, root=root)
+        return autograd.run(call, [tensor])[0]
     return world.broadcast(tensor, root, **world_options(choices, name))
 
 
@@ -259,7 +260,7 @@ def alltoall(
     world = world_of(process_set)
     counts = _counts(splits, tensor, world.size)
     outcome: Any = (
-        autograd.alltoall(DifferentiableCall(world, name, False, {**choices}), tensor, counts)
+        autograd.alltoall(DifferentiableCall(world, "alltoall", name, options={**choices}, splits=counts), tensor)
         if tracks(tensor)
         else world.alltoall(tensor, counts, **world_options(choices, name))
     )

@@ -74,51 +74,27 @@ def repeats_in_backward(op: str, process_set: int) -> bool:
     return adjoints.is_linear(Op(op)) or world_of(process_set).config.gradients == "horovod"
 
 
-def adjoint_of_allreduce(
+def adjoint(
     gradients: Sequence[Any],
     xs: Sequence[Any],
-    op: str,
+    collective: str,
+    op: str | None,
     name: str | None,
     prescale: float,
     postscale: float,
+    rows: int | None,
+    root: int,
     process_set: int,
 ) -> list[Any]:
-    """Of an operation that is not linear."""
-    call = _reduction(op, name, prescale, postscale, process_set)
+    """The gradients of a collective's inputs.
+
+    Args:
+        xs: the inputs, if the operation is not linear.
+        rows: of each input, if it may have others than its gradient.
+    """
+    options = {} if op is None else {"op": Op(op), "prescale_factor": prescale, "postscale_factor": postscale}
+    call = DifferentiableCall(
+        world_of(process_set), collective, name, options=options, rows=() if rows is None else [rows], root=root
+    )
     with torch.no_grad():
-        return list(adjoints.allreduce(call, gradients, xs))
-
-
-def adjoint_of_reducescatter(
-    gradient: Any,
-    x: Any,
-    op: str,
-    name: str | None,
-    prescale: float,
-    postscale: float,
-    rows: int,
-    process_set: int,
-) -> Any:
-    """``x`` is None where the operation is linear; ``rows`` are those of the input."""
-    call = _reduction(op, name, prescale, postscale, process_set)
-    with torch.no_grad():
-        return adjoints.reducescatter(call, [gradient], [x])[0]
-
-
-def own_rows(gradient: Any, name: str | None, rows: int, process_set: int) -> Any:
-    """Adjoint of an all-gather; ``rows`` are those of the input."""
-    call = DifferentiableCall(world_of(process_set), name, rows=[rows])
-    with torch.no_grad():
-        return adjoints.allgather(call, [gradient])[0]
-
-
-def at_root(gradient: Any, root: int, name: str | None, process_set: int) -> Any:
-    """Adjoint of a broadcast."""
-    call = DifferentiableCall(world_of(process_set), name, root=root)
-    with torch.no_grad():
-        return adjoints.broadcast(call, [gradient])[0]
-
-
-def _reduction(op: str, name: str | None, prescale: float, postscale: float, process_set: int) -> DifferentiableCall:
-    options = {"op": Op(op), "prescale_factor": prescale, "postscale_factor": postscale}
-    return DifferentiableCall(world_of(process_set), name, options=options)
+        return list(call.adjoint(gradients, xs))

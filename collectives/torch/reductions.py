@@ -87,7 +87,7 @@ def allreduce(
     """
     if is_compiling():
         how = operation(world_of(process_set), average, op, name), name, prescale_factor, postscale_factor
-        return compiled.allreduce(tensor, *how, compression, process_set, choices)
+        return compiled.allreduce([tensor], False, *how, compression, process_set, choices)[0]
     world = world_of(process_set)
     options = world_options(choices, name, op, prescale_factor, postscale_factor)
     if tracks(tensor):
@@ -179,7 +179,7 @@ def grouped_allreduce(
     """
     if is_compiling():
         how = operation(world_of(process_set), average, op, name), name, prescale_factor, postscale_factor
-        return compiled.grouped_allreduce(tensors, *how, compression, process_set, choices)
+        return compiled.allreduce(tensors, True, *how, compression, process_set, choices)
     world = world_of(process_set)
     options = world_options(choices, name, op, prescale_factor, postscale_factor)
     if any_tracked(tensors):
@@ -283,8 +283,8 @@ def reducescatter(
         (compressed,), restore = compressors.compress_all(compression or Compression.none, [tensor])
         return restore([compiled.reducescatter(compressed, *how, process_set, choices)])[0]
     options = world_options(choices, name, Average if op is None else op, prescale_factor, postscale_factor)
-    run = autograd.reducescatter if tracks(tensor) else _reducescatter
-    return _compressed(_call(world_of(process_set), False, options), compression, [tensor], run)[0]
+    run = autograd.run if tracks(tensor) else _reducescatter
+    return _compressed(_call(world_of(process_set), "reducescatter", False, options), compression, [tensor], run)[0]
 
 
 @untraced
@@ -320,8 +320,8 @@ def grouped_reducescatter(
         how = compression, op, process_set, prescale_factor, postscale_factor
         return [reducescatter(tensor, name and f"{name}.{i}", *how, **choices) for i, tensor in enumerate(tensors)]
     options = world_options(choices, name, Average if op is None else op, prescale_factor, postscale_factor)
-    run = autograd.reducescatter if any_tracked(tensors) else _reducescatter
-    return _compressed(_call(world_of(process_set), True, options), compression, tensors, run)
+    run = autograd.run if any_tracked(tensors) else _reducescatter
+    return _compressed(_call(world_of(process_set), "reducescatter", True, options), compression, tensors, run)
 
 
 @untraced
@@ -343,8 +343,8 @@ def grouped_reducescatter_async(
 # ---- autograd and compression
 
 
-def _call(world: World, grouped: bool, options: dict[str, Any]) -> DifferentiableCall:
-    return DifferentiableCall(world, options.pop("name", None), grouped, options)
+def _call(world: World, collective: str, grouped: bool, options: dict[str, Any]) -> DifferentiableCall:
+    return DifferentiableCall(world, collective, options.pop("name", None), grouped, options)
 
 
 def _differentiable(
@@ -356,7 +356,7 @@ def _differentiable(
     options: dict[str, Any],
 ) -> list[Any]:
     options["op"] = operation(world, average, options.get("op"), options.get("name"))
-    return _compressed(_call(world, grouped, options), compression, tensors, autograd.allreduce)
+    return _compressed(_call(world, "allreduce", grouped, options), compression, tensors, autograd.run)
 
 
 def _compressed(

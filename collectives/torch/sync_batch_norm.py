@@ -93,7 +93,8 @@ class SyncBatchNorm(_BatchNorm):
                 momentum = 1.0 / tracked.to(means.dtype)
         # Every rank's row by a sum, because a graph needs to know the shape of its result.
         own_row = functional.pad(traced_statistics(input)[None], (0, 0, world.rank, world.size - world.rank - 1))
-        rows = compiled.allreduce(own_row, Op.SUM, process_set=0 if self.process_set is None else self.process_set)
+        process_set = 0 if self.process_set is None else self.process_set
+        (rows,) = compiled.allreduce([own_row], False, Op.SUM, process_set=process_set)
         torch._assert_async(
             rows[:, -1].sum() > 1, "Expected more than 1 value per channel when training, on all ranks together"
         )

@@ -262,13 +262,15 @@ def test_operators_are_what_torch_expects(hvd: Any) -> None:
         "allgather": (x, None, None, *where),
         "broadcast": (x, 0, None, *where),
         "alltoall": (x, None, None, None, size, *where),
-        "own_rows": (x.detach(), None, 2, 0),
-        "at_root": (x.detach(), 0, None, 0),
-        "adjoint_of_allreduce": ([x.detach()], [x.detach()], "max", None, 1.0, 1.0, 0),
-        "adjoint_of_reducescatter": (x.detach()[:2], x.detach(), "max", None, 1.0, 1.0, 2 * size, 0),
+    }
+    adjoints = {
+        "allgather": ([x.detach()], [], "allgather", None, None, 1.0, 1.0, 2, 0, 0),
+        "broadcast": ([x.detach()], [], "broadcast", None, None, 1.0, 1.0, None, 0, 0),
+        "allreduce": ([x.detach()], [x.detach()], "allreduce", "max", None, 1.0, 1.0, None, 0, 0),
+        "reducescatter": ([x.detach()[:2]], [x.detach()], "reducescatter", "max", None, 1.0, 1.0, 2 * size, 0, 0),
     }
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for name, arguments in samples.items():
+    for name, arguments in [*samples.items(), *(("adjoint", arguments) for arguments in adjoints.values())]:
         results = torch.library.opcheck(getattr(torch.ops.collectives, name).default, arguments, test_utils=checks)
         assert set(results.values()) == {"SUCCESS"}, (name, results)
 

@@ -1,18 +1,26 @@
-"""Arguments and results that torch's collectives share."""
+"""Arguments and results that torch's collectives share, and their asynchronous forms."""
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, TypeVar
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
 
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
+from collectives.engine.handles import Handle
 from collectives.torch.autograd import tracks
+from collectives.torch.compiled import untraced
+from collectives.worlds.runtime import global_process_set, root_in, world_of
+from collectives.worlds.variants import like
 from collectives.worlds.world import World
 
 Tensor = TypeVar("Tensor")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Choices(TypedDict, total=False):
@@ -68,3 +76,38 @@ def written(tensor: Any) -> Any:
     if isinstance(tensor, torch.Tensor):
         increment_version(tensor)
     return tensor
+
+
+def begun(name: str, blocking: Callable[Arguments, Result]) -> Callable[Arguments, Handle[Result]]:
+    """The asynchronous function of this name, with the parameters of a blocking one."""
+    signature = inspect.signature(blocking)
+    positional = [each for each in signature.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    names = [each.name for each in positional]
+    required = {each.name for each in positional if each.default is each.empty}
+    rooted, grouped, in_place = "root_rank" in names, name.startswith("grouped"), name.endswith("_")
+
+    @untraced
+    def call(*arguments: Any, **options: Any) -> Any:
+        if len(arguments) != 1 or rooted:  # the tensor alone is the frequent case
+            given = {**dict(zip(names, arguments, strict=False)), **options}
+            if len(given) < len(arguments) + len(options) or not required <= given.keys():
+                try:
+                    signature.bind(*arguments, **options)
+                except TypeError as error:
+                    raise TypeError(f"{name}() {error}") from None
+            arguments, options = (given.pop(names[0]),), given
+        process_set = options.pop("process_set", global_process_set)
+        if rooted:
+            arguments += (root_in(process_set, options.pop("root_rank"), options.get("name")),)
+        handle = getattr(world_of(process_set), name)(*arguments, **options)
+        if in_place:
+            for tensor in arguments[0] if grouped else arguments[:1]:
+                written(tensor)
+        return handle
+
+    function: Any = like(blocking, call, name, f"Handle[{signature.return_annotation}]")
+    function.__doc__ = (
+        f"Begin `{name.replace('_async', '')}` and return a handle at once, for `synchronize` and `poll`. Not "
+        f"differentiable.\n\nWhat it takes must not {'be used' if in_place else 'change'} until it is done."
+    )
+    return function

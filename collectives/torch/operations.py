@@ -14,9 +14,8 @@ from torch.compiler import is_compiling
 
 from collectives import api
 from collectives.base.options import spelled_out
-from collectives.engine.handles import Handle
 from collectives.torch import autograd, compiled
-from collectives.torch.arguments import Choices, Tensor, any_tracked, world_options, written
+from collectives.torch.arguments import Choices, Tensor, any_tracked, begun, world_options, written
 from collectives.torch.autograd import DifferentiableCall, tracks
 from collectives.torch.compiled import untraced
 from collectives.torch.handles import Derived
@@ -74,18 +73,6 @@ def allgather(
     return world.allgather(tensor, **world_options(choices, name))
 
 
-@untraced
-@spelled_out(Choices)
-def allgather_async(
-    tensor: Tensor,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    **choices: Unpack[Choices],
-) -> Handle[Tensor]:
-    """Begin an `allgather` and return a handle at once. Not differentiable."""
-    return world_of(process_set).allgather_async(tensor, **world_options(choices, name))
-
-
 @spelled_out(Choices)
 def grouped_allgather(
     tensors: Sequence[Tensor],
@@ -109,17 +96,8 @@ def _grouped_allgather(
     return world.grouped_allgather(tensors, **world_options(choices, name))
 
 
-@untraced
-@spelled_out(Choices)
-def grouped_allgather_async(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    **choices: Unpack[Choices],
-) -> Handle[list[Tensor]]:
-    """Begin a `grouped_allgather`; one handle for all tensors. Not differentiable."""
-    return world_of(process_set).grouped_allgather_async(tensors, **world_options(choices, name))
-
+allgather_async = begun("allgather_async", allgather)
+grouped_allgather_async = begun("grouped_allgather_async", grouped_allgather)
 
 # ---- broadcast
 
@@ -173,35 +151,8 @@ def broadcast_(
     return written(world_of(process_set).broadcast_(tensor, root, **world_options(choices, name)))
 
 
-@untraced
-@spelled_out(Choices)
-def broadcast_async(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    **choices: Unpack[Choices],
-) -> Handle[Tensor]:
-    """Begin a `broadcast` and return a handle at once. Not differentiable."""
-    root = root_in(process_set, root_rank, name)
-    return world_of(process_set).broadcast_async(tensor, root, **world_options(choices, name))
-
-
-@untraced
-@spelled_out(Choices)
-def broadcast_async_(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    **choices: Unpack[Choices],
-) -> Handle[Tensor]:
-    """Begin a `broadcast_` and return a handle at once. The tensor must not be used until the operation is done."""
-    root = root_in(process_set, root_rank, name)
-    handle = world_of(process_set).broadcast_async_(tensor, root, **world_options(choices, name))
-    written(tensor)
-    return handle
-
+broadcast_async = begun("broadcast_async", broadcast)
+broadcast_async_ = begun("broadcast_async_", broadcast)
 
 # ---- all-to-all
 

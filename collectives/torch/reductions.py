@@ -19,7 +19,7 @@ from collectives.engine.handles import Handle
 from collectives.tensors import compression as compressors
 from collectives.tensors.compression import Compression
 from collectives.torch import autograd, compiled
-from collectives.torch.arguments import Choices, Tensor, any_tracked, operation, world_options, written
+from collectives.torch.arguments import Choices, Tensor, any_tracked, begun, operation, world_options, written
 from collectives.torch.autograd import DifferentiableCall, tracks
 from collectives.torch.compiled import untraced
 from collectives.worlds.process_sets import ProcessSet
@@ -97,26 +97,6 @@ def allreduce(
     return world.allreduce(tensor, average, **options)
 
 
-@untraced
-@spelled_out(Choices)
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    **choices: Unpack[Choices],
-) -> Handle[Tensor]:
-    """Begin an `allreduce` and return a handle at once, for `synchronize` and `poll`. Not differentiable.
-
-    The tensor must not change until the operation is done.
-    """
-    options = world_options(choices, name, op, prescale_factor, postscale_factor)
-    return world_of(process_set).allreduce_async(tensor, average, **options)
-
-
 @spelled_out(Choices)
 def allreduce_(
     tensor: Tensor,
@@ -139,25 +119,6 @@ def allreduce_(
         return compiled.stored(tensor, allreduce(tensor, *how, **choices))
     options = world_options(choices, name, op, prescale_factor, postscale_factor)
     return written(world_of(process_set).allreduce_(tensor, average, **options))
-
-
-@untraced
-@spelled_out(Choices)
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    **choices: Unpack[Choices],
-) -> Handle[Tensor]:
-    """Begin an `allreduce_` and return a handle at once. The tensor must not be used until the operation is done."""
-    options = world_options(choices, name, op, prescale_factor, postscale_factor)
-    handle = world_of(process_set).allreduce_async_(tensor, average, **options)
-    written(tensor)
-    return handle
 
 
 @spelled_out(Choices)
@@ -189,23 +150,6 @@ def grouped_allreduce(
     return world.grouped_allreduce(tensors, average, **options)
 
 
-@untraced
-@spelled_out(Choices)
-def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    **choices: Unpack[Choices],
-) -> Handle[list[Tensor]]:
-    """Begin a `grouped_allreduce`; one handle for all tensors. Not differentiable."""
-    options = world_options(choices, name, op, prescale_factor, postscale_factor)
-    return world_of(process_set).grouped_allreduce_async(tensors, average, **options)
-
-
 @spelled_out(Choices)
 def grouped_allreduce_(
     tensors: Sequence[Tensor],
@@ -226,25 +170,10 @@ def grouped_allreduce_(
     return [written(tensor) for tensor in world_of(process_set).grouped_allreduce_(tensors, average, **options)]
 
 
-@untraced
-@spelled_out(Choices)
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    **choices: Unpack[Choices],
-) -> Handle[list[Tensor]]:
-    """Begin a `grouped_allreduce_`; one handle for all tensors."""
-    options = world_options(choices, name, op, prescale_factor, postscale_factor)
-    handle = world_of(process_set).grouped_allreduce_async_(tensors, average, **options)
-    for tensor in tensors:
-        written(tensor)
-    return handle
-
+allreduce_async = begun("allreduce_async", allreduce_)
+allreduce_async_ = begun("allreduce_async_", allreduce_)
+grouped_allreduce_async = begun("grouped_allreduce_async", grouped_allreduce_)
+grouped_allreduce_async_ = begun("grouped_allreduce_async_", grouped_allreduce_)
 
 # ---- reduce-scatter
 

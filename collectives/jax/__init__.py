@@ -18,10 +18,9 @@ arguments are those of `collectives.torch`. Optax is optional, and needed only f
 
 from collectives.frontends import basics
 from collectives.frontends.basics import *  # noqa: F403
-from collectives.jax import autodiff as _autodiff  # noqa: F401  (registers derivatives)
 from collectives.jax import operations
+from collectives.jax.eager import init, shutdown
 from collectives.jax.gradients import grad, value_and_grad
-from collectives.jax.lifecycle import init, shutdown
 from collectives.jax.operations import *  # noqa: F403
 from collectives.jax.optimizer import DistributedOptimizer, distributed_gradients
 from collectives.jax.state import allgather_object, broadcast_object, broadcast_parameters

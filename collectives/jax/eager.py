@@ -6,6 +6,7 @@ result pool, which takes it back when JAX has dropped the array; nothing writes 
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 from collectives.base.logging import logger
 from collectives.jax import compat
 from collectives.jax.collective_call import CollectiveCall
+from collectives.worlds import runtime
+from collectives.worlds.process_sets import ProcessSet
 
 _ALIGNED_FROM = 4096
 """Bytes from which on a result gets pool memory; below it a copy costs nothing."""
@@ -73,3 +76,34 @@ def _readable(operand: Any) -> Any:
     if next(iter(operand.devices())).platform == "cpu":
         return np.asarray(operand)
     return operand if len(operand.devices()) == 1 else operand.addressable_data(0)
+
+
+# ---- start and end, which wait for compiled programs that are still running
+
+
+def init(
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+    *,
+    rendezvous: str | None = None,
+    store: Any = None,
+    rank: int | None = None,
+    size: int | None = None,
+) -> None:
+    """Join the other ranks: see `collectives.init`."""
+    runtime.init(comm, process_sets, rendezvous=rendezvous, store=store, rank=rank, size=size)
+    # Exit handlers run in reverse order: registered after the world's own, this one carries out what the program has
+    # dispatched before the world ends.
+    atexit.unregister(_finish_programs)
+    atexit.register(_finish_programs)
+
+
+def shutdown() -> None:
+    """Leave the other ranks once compiled programs have made their ordered calls: see `collectives.shutdown`."""
+    _finish_programs()
+    runtime.shutdown()
+
+
+def _finish_programs() -> None:
+    if runtime.is_initialized():
+        wait_for_effects()

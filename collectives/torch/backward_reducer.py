@@ -4,22 +4,23 @@
     synchronize    the remaining buckets are submitted; wait; the results are in ``parameter.grad``
 
 Where that would only slow down the backward pass, complete buckets are gathered, and all of them are submitted in
-``synchronize`` (`collectives.torch.holding_back`).
+``synchronize`` (`holds_back`).
 
 The contents of buckets are equal on all ranks, from the last parameter to the first, which is about the order of the
 backward pass (as in S. Li et al., "PyTorch Distributed", VLDB 2020). Ranks may fill buckets in different orders: these
 are matched by name.
 
-A parameter may have a gradient on some ranks only. Each rank adds to the *tally* (`collectives.torch.tally`) the number
-of gradients that were not submitted in its backward pass, because they are missing, or sparse for the first time. If
-there are any, the ranks compare their gradients: a parameter that no rank has used keeps ``grad = None``, zeros replace
-a gradient that only other ranks have, and a gradient that is sparse on some rank and dense on none becomes sparse on
+A parameter may have a gradient on some ranks only. Each rank adds to the tally (`gradient_agreement.Tally`) the number of
+gradients that were not submitted in its backward pass, because they are missing, or sparse for the first time. If there
+are any, the ranks compare their gradients: a parameter that no rank has used keeps ``grad = None``, zeros replace a
+gradient that only other ranks have, and a gradient that is sparse on some rank and dense on none becomes sparse on
 every rank.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,12 +31,11 @@ import torch
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.torch import gradient_agreement, gradient_hooks
+from collectives.torch import gradient_agreement
 from collectives.torch.buckets import GradientBucket, SparseBucket, ViewedBucket, arrange
-from collectives.torch.gradient_slot import DENSE, GradientSlot
+from collectives.torch.gradient_agreement import Tally
+from collectives.torch.gradient_slot import DENSE, GradientSlot, install_hook, may_thaw, take_over
 from collectives.torch.guard import Guard, grad_of, graph_task, in_backward_elsewhere
-from collectives.torch.holding_back import holds_back
-from collectives.torch.tally import Tally
 from collectives.worlds.runtime import world_of
 from collectives.worlds.world import World
 
@@ -86,16 +86,14 @@ class BackwardReducer:
     def add(self, named: Sequence[tuple[str, Any]], groups: Sequence[Sequence[Any]] = ()) -> None:
         """Add parameters. Frozen ones get hooks too, and buckets in the first `synchronize` in which they require
         gradients."""
-        gradient_hooks.take_over((param for _, param in named), self)
+        take_over((param for _, param in named), self)
         slots = [
-            GradientSlot(name, param, self._passes)
-            for name, param in named
-            if param.requires_grad or gradient_hooks.may_thaw(param)
+            GradientSlot(name, param, self._passes) for name, param in named if param.requires_grad or may_thaw(param)
         ]
         for slot in slots:
             if not slot.param.requires_grad:
                 self._frozen.append(slot)
-            self._hooks.append(gradient_hooks.install(slot, weakref.ref(self)))
+            self._hooks.append(install_hook(slot, weakref.ref(self)))
             self._guard.add(slot.param)
         self._arrange([slot for slot in slots if slot.param.requires_grad], groups)
 
@@ -406,6 +404,20 @@ class BackwardReducer:
             bucket.pending = len(bucket.slots)
         self.begun = False
         self._begun_passes = 0
+
+
+def holds_back(world: World) -> bool:
+    """Whether buckets wait for the end of the backward pass: all ranks are on one host, where each has one core.
+
+    There a background thread would take turns with the backward pass on that core, and there is no network latency to
+    hide: every round would only cost two context switches.
+    """
+    if not world.planner.placement.one_host:
+        return False
+    # Ranks are bound to cores of their own, or share those of the host.
+    cores = os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return min(own, cores // world.local_size) <= 1
 
 
 def _remove(hooks: list[Any], guard: Guard) -> None:

@@ -9,7 +9,7 @@
     SparseBucket      one sparse gradient, gathered
 
 Hooks of the parameters submit a bucket once all of its gradients are complete, during the backward pass; or gather it,
-where all buckets leave when the program waits (`collectives.torch.holding_back`).
+where all buckets leave when the program waits (`collectives.torch.backward_reducer.holds_back`).
 
 A bucket is laid out for the dtypes, shapes and devices of its gradients, and again when these have changed: by
 ``model.double()``, ``grad_dtype``, a resized parameter.

@@ -21,7 +21,7 @@ from collectives.tensors.compression import Compression
 from collectives.torch.adasum import AdasumSteps
 from collectives.torch.backward_reducer import BackwardReducer
 from collectives.torch.compiled import untraced
-from collectives.torch.gradient_hooks import take_over
+from collectives.torch.gradient_slot import take_over
 from collectives.torch.state import refuse_unreachable
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import global_process_set, world_of

@@ -12,9 +12,8 @@ import torch
 
 import collectives
 from collectives.torch import backward_reducer
-from collectives.torch.backward_reducer import BackwardReducer
+from collectives.torch.backward_reducer import BackwardReducer, holds_back
 from collectives.torch.buckets import SMALL, GradientBucket
-from collectives.torch.holding_back import holds_back
 
 Change = Callable[[int, Any], None]
 """What a rank does before a step, with the model."""

@@ -99,17 +99,12 @@ class CollectiveCall:
     # ---- execution
 
     def world(self) -> World:
-        """Return the world of the call.
-
-        Raises:
-            InvalidArgumentError: the program was traced for a world of another size or rank.
-        """
+        """Return the world of the call, if the program was traced for one of its size and rank."""
         world = world_of(self.process_set)
         if (world.size, world.rank) != (self.size, self.rank):
             error = InvalidArgumentError(
                 f"{self.collective}: this program was compiled for rank {self.rank} of {self.size}, and runs on rank "
-                f"{world.rank} of"
-                f" {world.size}: call jax.clear_caches() after init()"
+                f"{world.rank} of {world.size}: call jax.clear_caches() after init()"
             )
             raise world.refused(error, self.name)
         return world
@@ -202,10 +197,8 @@ class CollectiveCall:
         expected, came = next((one, other) for one, other in zip(self.rows, received_rows, strict=True) if one != other)
         raise MismatchError(
             f"rank {world.ranks[world.rank]}: {self.collective}{label}: compiled for {list(expected)} rows from the "
-            f"ranks, and {list(came)}"
-            " came. Shapes are fixed in a compiled program: say what every rank sends (rows=), the same on all "
-            "ranks, or call it outside"
-            " jit"
+            f"ranks, and {list(came)} came. Shapes are fixed in a compiled program: say what every rank sends (rows=), "
+            "the same on all ranks, or call it outside jit"
         )
 
 

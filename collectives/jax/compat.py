@@ -26,7 +26,6 @@ from collectives.jax.ffi import version_in
 
 
 def _optional(module: str) -> Any:
-    """Return a module; None where this version of JAX does not have it."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -62,20 +61,11 @@ tracing = _tracing()
 """Whether operations are traced at present, including those on concrete arrays."""
 
 
-def is_tracer(value: Any) -> bool:
-    return isinstance(value, Tracer)
-
-
 def primitive(name: str) -> Any:
     """Return a new JAX primitive with several results."""
     made = Primitive(name)
     made.multiple_results = True
     return made
-
-
-def shaped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return an abstract value, the result of an abstract evaluation."""
-    return ShapedArray(shape, dtype)
 
 
 def no_tangent(value: Any) -> Any:
@@ -224,17 +214,12 @@ def lower_as_ffi_call(ctx: Any, target: str, operands: Sequence[Any], text: str,
 def devices(ctx: Any) -> int:
     """Return the number of this process's devices that the program is lowered for."""
     where = ctx.module_context.axis_context
-    return int(
-        (where.num_devices if hasattr(where, "num_devices") else where.mesh.size if hasattr(where, "mesh") else 1) or 1
-    )
+    mesh_size = where.mesh.size if hasattr(where, "mesh") else 1
+    return int(getattr(where, "num_devices", mesh_size) or 1)
 
 
 def _on_one_device(ctx: Any, results: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments that keep a callback on one of several devices; XLA gathers its operands there.
-
-    Raises:
-        InvalidArgumentError: the program is written for each device (pmap, shard_map), or JAX is too old.
-    """
+    """Return the arguments that keep a callback on one of several devices; XLA gathers its operands there."""
     several = devices(ctx)
     if several == 1:
         return {}
@@ -252,8 +237,8 @@ def _on_one_device(ctx: Any, results: Sequence[Any]) -> dict[str, Any]:
     ):
         raise InvalidArgumentError(
             f"collectives.jax: a collective in a program for {several} devices, for which this version of JAX is too "
-            f"old: call it outside"
-            " jit, on arrays that lie on one device or are replicated, or start a rank for each device"
+            "old: call it outside jit, on arrays that lie on one device or are replicated, or start a rank for each "
+            "device"
         )
     return {"sharding": sharding_of(ctx.module_context.axis_context, None, results)}
 

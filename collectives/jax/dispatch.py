@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from collectives.base.options import refuse_unknown
@@ -42,12 +43,7 @@ class ProgramOptions(TypedDict, total=False):
 def begin(
     collective: str, process_set: ProcessSet | int, name: str | None, options: ProgramOptions
 ) -> tuple[World, CollectiveCall]:
-    """Return the world of a process set and a call on it, to be completed by the collective's own arguments.
-
-    Raises:
-        InvalidTypeError, InvalidArgumentError: ``name`` is not a string, or is missing with ``ordered=False``.
-        TypeError: an unknown keyword.
-    """
+    """Return the world of a process set and a call on it, to be completed by the collective's own arguments."""
     refuse_unknown(options, ProgramOptions)
     world = world_of(process_set)
     ordered = bool(options.get("ordered", True))
@@ -71,7 +67,7 @@ def reducing(call: CollectiveCall, op: Op, prescale_factor: Any, postscale_facto
 
 def is_staged(tensors: Sequence[Any]) -> bool:
     """Whether the call becomes part of a program or of a derivative."""
-    return compat.tracing() or any(compat.is_tracer(tensor) for tensor in tensors)
+    return compat.tracing() or any(isinstance(tensor, Tracer) for tensor in tensors)
 
 
 def run(call: CollectiveCall, tensors: Sequence[Any]) -> list[Any]:
@@ -97,11 +93,7 @@ def require_eager(function: str) -> None:
 
 
 def as_list(tensors: Any, process_set: ProcessSet, name: str | None) -> list[Any]:
-    """Return the tensors of a grouped operation as a list.
-
-    Raises:
-        InvalidTypeError: neither a list nor a tuple.
-    """
+    """Return the tensors of a grouped operation, a list or a tuple, as a list."""
     if isinstance(tensors, (list, tuple)):
         return list(tensors)
     error = InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(tensors).__name__}")
@@ -109,11 +101,7 @@ def as_list(tensors: Any, process_set: ProcessSet, name: str | None) -> list[Any
 
 
 def compressed(compression: Any, tensors: list[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-    """Compress for an operation without compression; returns the tensors, and the function that restores its results.
-
-    Raises:
-        InvalidTypeError: not a compressor.
-    """
+    """Compress for an operation without compression; returns the tensors, and what restores its results."""
     if compression is None or compression is compressors.Compression.none:
         return tensors, list
     compressors.check(compression)
@@ -129,11 +117,7 @@ def check_has_rows(collective: str, tensors: Sequence[Any]) -> None:
 
 
 def rows_of_ranks(argument: str, rows: Any, world: World) -> tuple[int, ...]:
-    """Check a number of rows for each rank.
-
-    Raises:
-        InvalidArgumentError: not as many integers as ranks, or a negative one.
-    """
+    """Check a number of rows for each rank: as many integers as ranks, of 0 or more."""
     counts = np.asarray(rows)
     if counts.shape != (world.size,) or counts.dtype.kind not in "iu" or counts.min() < 0:
         raise InvalidArgumentError(

@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from collectives import api
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from collectives.base.options import spelled_out
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
-from collectives.jax import compat, eager, primitive, pytrees
+from collectives.jax import eager, primitive, pytrees
 from collectives.jax.dispatch import (
     ProgramOptions,
     as_list,
@@ -329,7 +330,7 @@ def alltoall(
     with world.refusing(name):
         leaves, rebuild, grouped = pytrees.leaves(tensor)
         check_has_rows("alltoall", leaves)
-        if splits is not None and compat.is_tracer(splits):
+        if splits is not None and isinstance(splits, Tracer):
             raise InvalidTypeError(
                 "splits: expected integers that are known while tracing, got a traced array; pass a list or a NumPy "
                 "array"

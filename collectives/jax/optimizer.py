@@ -184,8 +184,7 @@ def _check_losses(extra: dict[str, Any], op: Op, passes: int) -> None:
     if op is not Op.AVERAGE:
         raise InvalidArgumentError(
             f"{', '.join(named)}: expected op=Average, got op={op!r}; else put distributed_gradients(op=...) into "
-            f"optax.chain before the"
-            " optimizer, and give the update what is alike on all ranks"
+            "optax.chain before the optimizer, and give the update what is alike on all ranks"
         )
     if passes > 1 and named != ["value"]:
         raise InvalidArgumentError(

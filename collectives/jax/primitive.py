@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.interpreters import ad, batching
 
 from collectives.base.errors import InvalidArgumentError
@@ -42,7 +43,7 @@ def bind(call: CollectiveCall, operands: Sequence[Any]) -> list[Any]:
 
 def _abstract(*operands: Any, call: CollectiveCall) -> tuple[Any, Any]:
     shapes = call.result_shapes([(each.shape, each.dtype) for each in operands])
-    return [compat.shaped(*each) for each in shapes], {compat.ORDERED} if call.ordered else set()
+    return [ShapedArray(*each) for each in shapes], {compat.ORDERED} if call.ordered else set()
 
 
 def _lower(ctx: Any, *operands: Any, call: CollectiveCall) -> Any:
@@ -67,7 +68,7 @@ def _lower_without_copies(ctx: Any, *operands: Any, call: CollectiveCall) -> Any
 def _vectorise(operands: Sequence[Any], dims: Sequence[Any], *, call: CollectiveCall) -> tuple[list[Any], list[Any]]:
     if call.op == Op.ADASUM.value:
         raise InvalidArgumentError(
-            "op=Adasum: cannot be vectorised, since it combines whole tensors; call it outside vmap"
+            "op=Adasum: cannot be vectorised, as it combines whole tensors; call it outside vmap"
         )
     if call.collective in ("allreduce", "broadcast"):  # element by element
         return bind(call, operands), list(dims)
@@ -96,9 +97,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: CollectiveCal
 def _transpose(gradients: Sequence[Any], *operands: Any, call: CollectiveCall) -> list[Any]:
     """Return the gradients of a linear call's operands from those of its results."""
     cotangents = [ad.instantiate_zeros(gradient) for gradient in gradients]
-    operand_gradients = _ADJOINTS[call.collective](
-        _Differentiable(call.derived("gradient", range(len(cotangents)))), cotangents
-    )
+    derivative = _Differentiable(call.derived("gradient", range(len(cotangents))))
+    operand_gradients = _ADJOINTS[call.collective](derivative, cotangents)
     return [
         gradient if ad.is_undefined_primal(operand) else None
         for operand, gradient in zip(operands, operand_gradients, strict=True)

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from collectives.base import dtypes
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
-from collectives.jax import compat
 from collectives.tensors import detection
 
 Rebuild = Callable[[list[Any]], Any]
@@ -52,12 +52,7 @@ def leaves(tree: Any, argument: str = "tensor") -> tuple[list[Any], Rebuild, boo
 
 
 def check_whole(array: jax.Array, advice: str = "") -> None:
-    """Check that a JAX array has all of its elements on one device; ``advice`` ends the message if it is sharded.
-
-    Raises:
-        InvalidArgumentError: it was deleted or donated.
-        InvalidTypeError: it is sharded.
-    """
+    """Check that a JAX array has all of its elements on one device; ``advice`` ends the message if it is sharded."""
     if array.is_deleted():
         raise InvalidArgumentError("this array was deleted, or donated to a compiled function")
     if not array.is_fully_replicated:
@@ -75,7 +70,7 @@ def _array(leaf: Any) -> Any:
             leaf = jnp.asarray(leaf)
         except (TypeError, OverflowError) as error:
             raise InvalidTypeError(f"JAX cannot hold it: {error}") from None
-    elif not compat.is_tracer(leaf):
+    elif not isinstance(leaf, Tracer):
         check_whole(leaf, _ADVICE)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise InvalidTypeError(
@@ -89,8 +84,10 @@ def _from_dlpack(leaf: Any) -> Any:
     """Return another framework's tensor as a JAX array, of the same memory if JAX accepts it, detached from the
     framework's gradients."""
     if not hasattr(leaf, "__dlpack__"):
-        expected = "a jax.Array, a NumPy array, a number or a tensor with DLPack"
-        raise InvalidTypeError(f"expected {expected}, got {detection.describe(leaf)}; leave it out of the tree")
+        raise InvalidTypeError(
+            "expected a jax.Array, a NumPy array, a number or a tensor with DLPack, got "
+            f"{detection.describe(leaf)}; leave it out of the tree"
+        )
     if str(getattr(leaf, "device", "")) == "meta":
         raise InvalidTypeError(
             f"expected a tensor with elements, got a {detection.describe(leaf)} {detection.NO_ELEMENTS}"

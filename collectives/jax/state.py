@@ -121,11 +121,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _plain(name: str, leaf: Any) -> np.ndarray[Any, Any]:
-    """Return a leaf as a NumPy array, in the dtype that JAX gives it; of a random key its data.
-
-    Raises:
-        InvalidTypeError, InvalidArgumentError: not an array, sharded, or deleted.
-    """
+    """Return a leaf as a NumPy array, in the dtype that JAX gives it; of a random key its data."""
     if not isinstance(leaf, jax.Array):
         if not isinstance(leaf, pytrees.NUMBERS):
             raise InvalidTypeError(

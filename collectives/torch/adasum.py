@@ -38,11 +38,7 @@ class AdasumSteps:
         """Do nothing: there is nothing to combine before the step."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Refuse: without synchronization there is no Adasum.
-
-        Raises:
-            AssertionError: always.
-        """
+        """Raise an AssertionError: without synchronization there is no Adasum."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
 
     def set_backward_passes_per_step(self, passes: int) -> None:

@@ -55,11 +55,7 @@ def world_options(
 
 
 def operation(world: World, average: Any, op: Op | None, name: str | None) -> Op:
-    """The operation that ``op`` or ``average`` names.
-
-    Raises:
-        InvalidArgumentError: both, on this rank and, as a mismatch, on the others.
-    """
+    """The operation that ``op`` or ``average`` names; both are refused, on the other ranks as well."""
     try:
         return arguments.operation(op, average)
     except Exception as error:

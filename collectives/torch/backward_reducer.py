@@ -10,11 +10,10 @@ The contents of buckets are equal on all ranks, from the last parameter to the f
 backward pass (as in S. Li et al., "PyTorch Distributed", VLDB 2020). Ranks may fill buckets in different orders: these
 are matched by name.
 
-A parameter may have a gradient on some ranks only. Each rank adds to the tally (`gradient_agreement.Tally`) the number of
-gradients that were not submitted in its backward pass, because they are missing, or sparse for the first time. If there
-are any, the ranks compare their gradients: a parameter that no rank has used keeps ``grad = None``, zeros replace a
-gradient that only other ranks have, and a gradient that is sparse on some rank and dense on none becomes sparse on
-every rank.
+A parameter may have a gradient on some ranks only. Each rank adds to the `Tally` the number of gradients that were not
+submitted in its backward pass, because they are missing, or sparse for the first time. If there are any, the ranks
+compare their gradients: a parameter that no rank has used keeps ``grad = None``, zeros replace a gradient that only
+other ranks have, and a gradient that is sparse on some rank and dense on none becomes sparse on every rank.
 """
 
 from __future__ import annotations
@@ -98,7 +97,6 @@ class BackwardReducer:
         self._arrange([slot for slot in slots if slot.param.requires_grad], groups)
 
     def _arrange(self, slots: list[GradientSlot], groups: Sequence[Sequence[Any]] = ()) -> None:
-        """Make buckets for slots."""
         place = {id(slot.param): slot for slot in slots}
         wanted = [[place[id(param)] for param in group if id(param) in place] for group in groups]
         self._slots += slots
@@ -128,12 +126,7 @@ class BackwardReducer:
     # ---- backward
 
     def arrived(self, slot: GradientSlot) -> None:
-        """Note that a backward pass has completed a gradient; called by its hook.
-
-        Raises:
-            AssertionError: it was submitted before.
-            InvalidArgumentError: likewise, and a newer optimizer has taken over.
-        """
+        """Note that a backward pass has completed a gradient; called by its hook."""
         if self._guard.armed and slot.left == 1:  # the frequent case: the rest costs as much as a small gradient
             slot.left = 0
             if not slot.deferred:
@@ -211,9 +204,6 @@ class BackwardReducer:
         """Handle a backward pass that follows gradients that were combined and not applied.
 
         Where they are still there, it adds this rank's gradients to the combined ones: right for means, not for sums.
-
-        Raises:
-            AssertionError: gradients would be combined twice.
         """
         self.combined = False
         kept = {id(grad) for result in self._results if (grad := result()) is not None}
@@ -229,11 +219,7 @@ class BackwardReducer:
     # ---- step
 
     def combine_for_read(self) -> None:
-        """Combine all gradients, because the program reads one that is in flight.
-
-        Raises:
-            InvalidArgumentError: another thread runs a backward pass, so that gradients are not complete.
-        """
+        """Combine all gradients, because the program reads one that is in flight."""
         with self._synchronizing:
             if not self._guard.armed:
                 return  # another thread has combined them meanwhile
@@ -246,11 +232,7 @@ class BackwardReducer:
             self.synchronize(reads=True)
 
     def refuse(self, param: Any) -> None:
-        """Refuse a hook's access, in the backward pass, to a gradient that was submitted.
-
-        Raises:
-            InvalidArgumentError: it was submitted.
-        """
+        """Refuse a hook's access, in the backward pass, to a gradient that was submitted."""
         submitted = [slot for bucket in self._buckets if bucket.in_flight for slot in bucket.slots]
         for slot in submitted:
             if slot.param is param:

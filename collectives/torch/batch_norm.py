@@ -28,9 +28,7 @@ def traced_statistics(input: Any) -> Any:
     """`Cpu.statistics` by operations that autograd and `torch.compile` support."""
     others = [0, *range(2, input.dim())]
     if not input.numel():
-        zeros = input.sum(
-            others, dtype=torch.float64
-        )  # they come from the input, so that backward meets the other ranks here too
+        zeros = input.sum(others, dtype=torch.float64)  # of the input, so that backward meets the other ranks here too
         return torch.cat([zeros, zeros, zeros.new_zeros(1)])
     var, mean = torch.var_mean(input.to(_accuracy(input)), others, correction=0)
     return _row(input, mean, var)
@@ -90,16 +88,8 @@ class Cpu:
         total, weighted = (sums / -counts.sum()).to(mean.dtype).chunk(2)
         scale = invstd if weight is None else invstd * weight
         # scale * (gradient - its mean - its part along the input), all but the first term as a batch normalisation.
-        along = functional.batch_norm(
-            input.to(mean.dtype),
-            mean,
-            torch.ones_like(mean),
-            scale * invstd**2 * weighted,
-            scale * total,
-            False,
-            0.0,
-            0.0,
-        )
+        affine = scale * invstd**2 * weighted, scale * total
+        along = functional.batch_norm(input.to(mean.dtype), mean, torch.ones_like(mean), *affine, False, 0.0, 0.0)
         return along.addcmul_(gradient.to(mean.dtype), channels(scale, input)).to(input.dtype)
 
 

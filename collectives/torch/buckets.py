@@ -55,10 +55,6 @@ Layout = list[tuple[torch.dtype, torch.Size, torch.device]]
 class GradientBucket:
     """Gradients that are submitted together.
 
-    Args:
-        slots: of their parameters.
-        options: how they are combined; ``name`` is the prefix of all operations' names.
-
     Attributes:
         name: of the operation.
         deferred: submitted in `synchronize`, and not in the backward pass.
@@ -99,7 +95,6 @@ class GradientBucket:
 
     @property
     def in_flight(self) -> bool:
-        """Whether its gradients belong to the engine."""
         return self.gathered or self.handle is not None
 
     def lay_out(self, layout: Layout) -> None:
@@ -116,11 +111,8 @@ class GradientBucket:
         ]
 
     def refit(self) -> list[Any]:
-        """Lay out again if the parameters' gradients, present or future, do not have the bucket's layout.
-
-        Returns:
-            The gradients, None where there is none.
-        """
+        """Lay out again if the parameters' gradients, present or future, do not have the bucket's layout. Returns the
+        gradients, None where there is none."""
         gradients = [grad_of(param) for param in self._params]
         layout = [
             (slot.dtype, slot.param.shape, slot.param.device) if grad is None else (grad.dtype, grad.shape, grad.device)
@@ -153,11 +145,8 @@ class GradientBucket:
         self.handle = self.begin(self._gradients)
 
     def finish(self) -> None:
-        """Wait for the operation in flight, if there is one, and store the results.
-
-        Raises:
-            InvalidArgumentError: the program has changed or dropped a gradient in flight; all others are stored.
-        """
+        """Wait for the operation in flight, if there is one, and store the results; also those of other gradients
+        before an error about one that the program has changed."""
         handle, self.handle, self.gathered = self.handle, None, False
         if handle is not None:
             handle.wait()
@@ -307,7 +296,7 @@ class ViewedBucket(PackedBucket):
             slot.blank = None
 
     def unpack(self, gradients: list[Any]) -> None:
-        """The results are in the views."""
+        pass  # the results are in the views
 
     def _lies_in_place(self, grad: Any, at: int) -> bool:
         return grad.data_ptr() == self._places[at] and bool(grad.is_set_to(self.views[at]))
@@ -366,13 +355,8 @@ class SparseBucket(GradientBucket):
 def arrange(
     slots: Sequence[GradientSlot], groups: Sequence[Sequence[GradientSlot]], options: GradientOptions, as_views: bool
 ) -> list[GradientBucket]:
-    """Buckets for gradients, in the order in which the backward pass is likely to fill them.
-
-    Args:
-        slots: in the order of the parameters.
-        groups: lists of some of them, each a bucket.
-        as_views: gradients are views of their buckets.
-    """
+    """Buckets for the gradients of parameters, in the order in which the backward pass is likely to fill them; each of
+    the groups is a bucket."""
     buckets: list[GradientBucket] = [GroupedBucket(group, options) for group in groups]
     grouped = {id(slot) for group in groups for slot in group}
     filling: dict[Any, list[GradientSlot]] = {}

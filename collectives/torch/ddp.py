@@ -93,9 +93,8 @@ def allreduce_hook(state: AllreduceState | None, bucket: Any) -> Any:
     # result. What the continuation raises is the error of its future, also for those who wait in C++.
     result = done.then(lambda _: handle.wait())
     handle.add_done_callback(lambda _: done.set_result(None))
-    if (
-        torch._C._current_graph_task_id() >= 0
-    ):  # not where a rank that has run out of data stands in for its backward pass
+    # Not where a rank that has run out of data stands in for its backward pass.
+    if torch._C._current_graph_task_id() >= 0:
         torch.autograd.Variable._execution_engine.queue_callback(handle.wait)
     return result
 

@@ -68,11 +68,7 @@ class Tally:
         return bool(sums[1] * sums[7] == sums[6] * sums[6])  # the variance is 0
 
     def check(self, rank: int) -> None:
-        """Raise on all ranks if the sums show ranks in different steps.
-
-        Raises:
-            MismatchError: the ranks differ; see the module.
-        """
+        """Raise a `MismatchError` on all ranks if the sums show ranks in different steps."""
         _, ranks, combined, squares, reading, idle, *_ = self._sums.tolist()
         if ranks * squares != combined * combined:  # the variance is not 0
             raise MismatchError(
@@ -91,14 +87,7 @@ class Tally:
 
 
 def disagree(world: World, prefix: str, buckets: Sequence[GradientBucket]) -> NoReturn:
-    """Name the first gradient in which the ranks' buckets differ.
-
-    Args:
-        prefix: of the operations' names.
-
-    Raises:
-        MismatchError: always.
-    """
+    """Raise a `MismatchError` that names the first gradient in which the ranks' buckets differ."""
     lines = [line for bucket in buckets for line in bucket.describe()]
     in_flight = {bucket.name for bucket in buckets if bucket.handle is not None}
     layouts = world.allgather_object((lines, in_flight), name=f"{prefix}layouts")
@@ -126,7 +115,6 @@ def agree_on_kinds(world: World, prefix: str, slots: Sequence[GradientSlot]) -> 
 
 
 def _kind(slot: GradientSlot) -> int:
-    """This rank's kind of a gradient."""
     if slot.empty:
         return 0
     grad = slot.param.grad
@@ -134,11 +122,7 @@ def _kind(slot: GradientSlot) -> int:
 
 
 def refuse_swapped(slots: Sequence[GradientSlot]) -> None:
-    """Refuse gradients that the program might have read before they were combined, since no hook was called.
-
-    Raises:
-        InvalidArgumentError: torch has swapped a parameter's tensor for another one.
-    """
+    """Refuse gradients that the program might have read before they were combined, since no hook was called."""
     for slot in slots:
         if slot.param._cdata != slot.hooked:
             raise InvalidArgumentError(

@@ -44,8 +44,7 @@ def empty(
         RuntimeError: as of torch: a gradient of a dtype that has none.
         MemoryError, ValueError: as of NumPy: no memory, or no address for so much.
     """
-    _check_device(device)
-    return _allocate(_dimensions(size), dtype, requires_grad, zero=False)
+    return _allocate(_dimensions(size), dtype, device, requires_grad)
 
 
 def zeros(
@@ -55,8 +54,7 @@ def zeros(
     requires_grad: bool = False,
 ) -> torch.Tensor:
     """A tensor of zeros, as ``torch.zeros``, in memory that peers can map; arguments and errors as of `empty`."""
-    _check_device(device)
-    return _allocate(_dimensions(size), dtype, requires_grad, zero=True)
+    return _allocate(_dimensions(size), dtype, device, requires_grad, zero=True)
 
 
 def empty_like(
@@ -81,11 +79,18 @@ def empty_like(
     """
     if not isinstance(input, torch.Tensor):
         raise InvalidTypeError(f"input: expected a torch.Tensor, got a {detection.describe(input)}")
-    _check_device(input.device if device is None else device)
-    return _allocate(tuple(input.shape), input.dtype if dtype is None else dtype, requires_grad, zero=False)
+    dtype, device = input.dtype if dtype is None else dtype, input.device if device is None else device
+    return _allocate(tuple(input.shape), dtype, device, requires_grad)
 
 
-def _allocate(shape: tuple[int, ...], dtype: Any, requires_grad: bool, *, zero: bool) -> torch.Tensor:
+def _allocate(
+    shape: tuple[int, ...], dtype: Any, device: Any, requires_grad: bool, *, zero: bool = False
+) -> torch.Tensor:
+    if device is not None and torch.device(device).type != "cpu":
+        raise InvalidArgumentError(
+            f"device: expected cpu, got {device}: only host memory is mapped this way; the memory of tensors on GPUs "
+            f"is mapped wherever it was allocated"
+        )
     kind = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(kind, torch.dtype):
         raise InvalidTypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
@@ -116,11 +121,3 @@ def _dimensions(size: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
     if any(dimension < 0 for dimension in shape):
         raise InvalidArgumentError(f"size: expected dimensions of 0 or more, got {dimensions!r}")
     return shape
-
-
-def _check_device(device: torch.device | str | None) -> None:
-    if device is not None and torch.device(device).type != "cpu":
-        raise InvalidArgumentError(
-            f"device: expected cpu, got {device}: only host memory is mapped this way; the memory of tensors on GPUs "
-            f"is mapped wherever it was allocated"
-        )

@@ -272,7 +272,6 @@ def _counts(splits: Any, tensor: Any, size: int) -> Any:
 
 def _received(counts: Any, splits: Any) -> Any:
     """The numbers of rows from each rank, in the dtype and on the device of the caller's splits."""
-    like = (
-        {"dtype": splits.dtype, "device": splits.device} if isinstance(splits, torch.Tensor) else {"dtype": torch.int32}
-    )
-    return torch.as_tensor(counts if isinstance(counts, torch.Tensor) else np.asarray(counts), **like)
+    dtype, device = (splits.dtype, splits.device) if isinstance(splits, torch.Tensor) else (torch.int32, None)
+    numbers = counts if isinstance(counts, torch.Tensor) else np.asarray(counts)
+    return torch.as_tensor(numbers, dtype=dtype, device=device)

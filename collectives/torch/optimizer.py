@@ -139,7 +139,7 @@ def DistributedOptimizer(
             else [[param for param in trained if id(param) in group] for group in chosen]
         )
         options = replace(options, name=label)
-        result.connect(BackwardReducer(named, options, lists, gradient_as_bucket_view))
+        result._reducer = BackwardReducer(named, options, lists, gradient_as_bucket_view)
     return result
 
 
@@ -151,16 +151,12 @@ class GradientSteps:
     _reducer: BackwardReducer | None
 
     def begin(self, passes: int, named: list[tuple[str, Any]]) -> None:
-        """Set up."""
+        """Set up the object, whose ``__init__`` is not called."""
         self.backward_passes_per_step = passes
         self._parameter_names = {param: name for name, param in named}
         self._should_synchronize = True
         self._synchronized = False
         self._reducer = None
-
-    def connect(self, reducer: BackwardReducer) -> None:
-        """Train together with other ranks."""
-        self._reducer = reducer
 
     @untraced
     def synchronize(self) -> None:
@@ -197,8 +193,8 @@ class GradientSteps:
         if self._should_synchronize and self._synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-                "Here that combines no "
-                "gradient twice, but Horovod does: call step() within optimizer.skip_synchronize().",
+                "Here that combines no gradient twice, but Horovod does: call step() within "
+                "optimizer.skip_synchronize().",
                 stacklevel=3,
             )
         self._synchronized = False
@@ -229,8 +225,7 @@ class GradientSteps:
         if self._reducer is not None and self._reducer.begun:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). "
-                "This is prohibited as it can cause a race condition."
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
         self._synchronized = False
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
@@ -269,20 +264,12 @@ class GradientSteps:
             self._reducer.synchronize(applies=True)
         if loss is None:
             return None
-        mean = self._reducer.mean(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
-        return (
-            torch.as_tensor(mean, dtype=loss.dtype, device=loss.device)
-            if isinstance(loss, torch.Tensor)
-            else float(mean)
-        )
+        mean = self._reducer.mean(float(loss))
+        return torch.as_tensor(mean, dtype=loss.dtype, device=loss.device) if torch.is_tensor(loss) else mean
 
 
 def _named(optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None) -> list[tuple[str, Any]]:
-    """The optimizer's parameters in its order, with their names.
-
-    Raises:
-        ValueError: no pairs of name and parameter, duplicate names, or parameters without one.
-    """
+    """The optimizer's parameters in its order, with their names."""
     if named_parameters is None:
         return [
             pair for number, group in enumerate(optimizer.param_groups) for pair in _numbered(number, group["params"])
@@ -304,8 +291,7 @@ def _named(optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None) -
     if nameless:
         raise ValueError(
             f"named_parameters was specified, but one or more model parameters were not named: {len(nameless)} of "
-            f"{len(params)}, of shapes "
-            f"{', '.join(str(shape) for shape in nameless[:8])}"
+            f"{len(params)}, of shapes {', '.join(str(shape) for shape in nameless[:8])}"
         )
     return [(names[id(param)], param) for param in params]
 

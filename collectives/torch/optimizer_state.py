@@ -226,9 +226,8 @@ def _put_together(data: bytes, optimizer: Any) -> tuple[_OptimizerState, Tensors
                 place.dtype,
                 device,
             )
-            if (
-                not fits or id(tensor) in taken
-            ):  # a tensor that is used twice here, such as a shared learning rate, may be two tensors on the root
+            # A tensor that is used twice here, such as a shared learning rate, may be two tensors on the root.
+            if not fits or id(tensor) in taken:
                 tensor = _new(place, device, beside)
             taken.add(id(tensor))
             tensors[place.name] = tensor

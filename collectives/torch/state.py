@@ -86,7 +86,6 @@ def allgather_object(
 
 
 def _named(params: Any) -> Tensors:
-    """The tensors by name."""
     if isinstance(params, Mapping):
         pairs: list[tuple[Any, Any]] = list(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, str, bytes)):
@@ -100,8 +99,7 @@ def _named(params: Any) -> Tensors:
     else:
         raise InvalidArgumentError(
             "params: expected a mapping of names to tensors (a state_dict), or an iterable of tensors or of (name, "
-            "tensor) pairs; got"
-            f" {detection.describe(params)}"
+            f"tensor) pairs; got {detection.describe(params)}"
         )
     tensors: Tensors = {}
     others = []
@@ -121,11 +119,7 @@ def _named(params: Any) -> Tensors:
 
 
 def describe(name: str, tensor: Any) -> str:
-    """The properties of a tensor that must be equal on every rank.
-
-    Raises:
-        InvalidTypeError, InvalidArgumentError: a tensor that cannot be broadcast in place.
-    """
+    """The properties of a tensor that must be equal on every rank; refuses one that cannot be broadcast in place."""
     refuse_unreachable(name, tensor)
     if tensor.layout is not torch.strided:
         raise InvalidTypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
@@ -138,23 +132,18 @@ def describe(name: str, tensor: Any) -> str:
 
 
 def refuse_unreachable(what: str, tensor: Any) -> None:
-    """Refuse a tensor that has no memory of its own on this rank.
-
-    Raises:
-        InvalidTypeError: a DTensor, which is spread over ranks; or it is on the meta device, or of a lazy module, and
-            holds no numbers.
-    """
+    """Refuse a tensor that has no memory of its own on this rank."""
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(tensor, distributed.DTensor):
         raise InvalidTypeError(
             f"{what}: expected a tensor of this rank, got a DTensor, which torch.distributed keeps spread over ranks "
-            f"and reduces "
-            f"itself; use the torch optimizer as it is with FSDP and tensor parallelism, or pass full_tensor() of it"
+            "and reduces itself; use the torch optimizer as it is with FSDP and tensor parallelism, or pass "
+            "full_tensor() of it"
         )
     if torch.nn.parameter.is_lazy(tensor):
         raise InvalidTypeError(
             f"{what}: expected numbers, got a parameter of a lazy module; run a forward pass first, which gives it a "
-            f"shape"
+            "shape"
         )
     if tensor.is_meta:
         raise InvalidTypeError(

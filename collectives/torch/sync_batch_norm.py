@@ -214,9 +214,8 @@ class _Normalise(torch.autograd.Function):
         input = dense(input)
         rows = world.allgather(device.statistics(input, eps)[None], name=f"{label.name}.forward")
         for per_channel in (running_mean, weight):
-            if per_channel is not None and len(per_channel) != input.size(
-                1
-            ):  # on all ranks, or the rows would have differed
+            if per_channel is not None and len(per_channel) != input.size(1):
+                # On all ranks, or the rows would have differed.
                 raise InvalidArgumentError(
                     f"input: expected {len(per_channel)} channels, got shape {tuple(input.shape)}"
                 )

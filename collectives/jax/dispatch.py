@@ -55,8 +55,8 @@ def begin(
             )
     number = process_set if isinstance(process_set, int) else process_set.process_set_id
     assert number is not None
-    call = CollectiveCall(collective, world.size, world.rank, name, number, ordered=ordered)
-    return world, replace(call, algorithm=options.get("algorithm"), transport=options.get("transport"))
+    where = options.get("algorithm"), options.get("transport")
+    return world, CollectiveCall(collective, world.size, world.rank, name, number, *where, ordered=ordered)
 
 
 def reducing(call: CollectiveCall, op: Op, prescale_factor: Any, postscale_factor: Any) -> CollectiveCall:

@@ -68,7 +68,11 @@ class DifferentiableCall:
 
     def run(self, tensors: Sequence[Any]) -> tuple[list[Any], DifferentiableCall]:
         """Run it without autograd. Returns the results, and the call by the name of its gradient."""
-        arguments = {"broadcast": (self.root,), "alltoall": (self.splits,)}.get(self.collective, ())
+        arguments: tuple[Any, ...] = ()
+        if self.collective == "broadcast":
+            arguments = (self.root,)
+        elif self.collective == "alltoall":
+            arguments = (self.splits,)
         begin = getattr(self.world, f"{'grouped_' * self.grouped}{self.collective}_async")
         handle = begin(list(tensors) if self.grouped else tensors[0], *arguments, name=self.name, **self.options)
         result: Any = handle.wait()
@@ -89,8 +93,7 @@ class DifferentiableCall:
     @property
     def needs_inputs(self) -> bool:
         """Whether its adjoint depends on its tensors."""
-        repeats = self.collective == "allreduce" and self.as_horovod
-        return not (adjoints.is_linear(self.op) or repeats)
+        return not adjoints.is_linear(self.op) and not (self.collective == "allreduce" and self.as_horovod)
 
     def refused(self, problem: str) -> Exception:
         op = "" if self.op is None else f" with op={self.op!r}"

@@ -71,7 +71,7 @@ class GradientPlace:
         grad.data = place
 
     def renew(self, tensor: Any) -> None:
-        """Use the memory of ``tensor``, to which nothing else refers, for the next gradient."""
+        """Use the memory of a tensor, to which nothing else refers, for the next gradient."""
         self._tensor, self._storage, self._address = tensor, tensor.untyped_storage(), tensor.data_ptr()
         self._forks = arena.forks
 

@@ -1,10 +1,9 @@
-"""Handles whose results are computed from those of the engine's handles."""
+"""A handle whose result is computed from that of an engine's handle."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic
 
 from collectives.base.errors import InvalidTypeError
@@ -13,40 +12,36 @@ from collectives.torch.compiled import untraced
 
 
 class Derived(Generic[Result]):
-    """Operations in flight, and the function of their results.
+    """An operation in flight, and a function of its result.
 
     `synchronize` and `poll` take it as any handle. It can also be called, as the handles of Horovod's
     ``sparse_allreduce_async`` are.
 
     Args:
-        handles: of the operations.
-        make: computes the result from theirs, in order; called once.
+        make: computes the result from the operation's; called once.
     """
 
-    def __init__(self, handles: Sequence[Handle], make: Callable[..., Any]) -> None:
-        self._handles = handles
-        self._make: Callable[..., Any] | None = make
+    def __init__(self, handle: Handle, make: Callable[[Any], Any]) -> None:
+        self._handle = handle
+        self._make: Callable[[Any], Any] | None = make
         self._result: Any = None
         self._making = threading.Lock()
 
     def poll(self) -> bool:
         """Whether `wait` returns at once."""
-        return all(handle.poll() for handle in self._handles)
+        return self._handle.poll()
 
     def wait(self, timeout: float | None = None) -> Result:
-        """The result, when the operations are complete; as often as wanted.
+        """The result, when the operation is complete; as often as wanted.
 
         Raises:
-            CollectiveTimeoutError: ``timeout`` seconds have passed; the operations go on. And what the operations
-                raise, every time.
+            CollectiveTimeoutError: ``timeout`` seconds have passed; the operation goes on. And what it raises, every
+                time.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        results = [
-            handle.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) for handle in self._handles
-        ]
+        result = self._handle.wait(timeout)
         with self._making:
             if self._make is not None:
-                self._result = self._make(*results)
+                self._result = self._make(result)
                 self._make = None
         return self._result
 

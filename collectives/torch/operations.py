@@ -233,7 +233,7 @@ def alltoall_async(
     """
     world = world_of(process_set)
     handle = world.alltoall_async(tensor, _counts(splits, tensor, world.size), **world_options(choices, name))
-    return Derived([handle], lambda outcome: (outcome[0], _received(outcome[1], splits)))
+    return Derived(handle, lambda outcome: (outcome[0], _received(outcome[1], splits)))
 
 
 # ---- without tensors

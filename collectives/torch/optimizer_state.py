@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -139,26 +138,6 @@ class _OptimizerState(NamedTuple):
         return {name: value for name, value in by_name.items() if isinstance(value, torch.Tensor)}
 
 
-class _Pickler(pickle.Pickler):
-    """Replaces tensors by their descriptions."""
-
-    def __init__(self, file: io.BytesIO, place_of: Callable[[Any], _TensorPlace]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._place_of = place_of
-
-    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        return tuple(self._place_of(obj)) if isinstance(obj, torch.Tensor) else None
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensor_at: Callable[[_TensorPlace], Any]) -> None:
-        super().__init__(file)
-        self._tensor_at = tensor_at
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._tensor_at(_TensorPlace(*pid))
-
-
 def _parameters(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -205,8 +184,12 @@ def _take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
             places[id(tensor)] = _TensorPlace(name, tuple(tensor.shape), tensor.dtype, str(tensor.device), beside)
         return places[id(tensor)]
 
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+            return tuple(place_of(obj)) if isinstance(obj, torch.Tensor) else None
+
     file = io.BytesIO()
-    _Pickler(file, place_of).dump(state)
+    Pickler(file, pickle.HIGHEST_PROTOCOL).dump(state)
     return file.getvalue(), tensors
 
 
@@ -233,7 +216,11 @@ def _put_together(data: bytes, optimizer: Any) -> tuple[_OptimizerState, Tensors
             tensors[place.name] = tensor
         return tensors[place.name]
 
-    state: _OptimizerState = _Unpickler(io.BytesIO(data), tensor_at).load()
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            return tensor_at(_TensorPlace(*pid))
+
+    state: _OptimizerState = Unpickler(io.BytesIO(data)).load()
     return state, tensors
 
 

@@ -66,4 +66,4 @@ def sparse_allreduce_async(
             result.values().div_(world.size, rounding_mode="trunc")
         return result
 
-    return Derived([world.grouped_allgather_async([indices, values], name=name)], build)
+    return Derived(world.grouped_allgather_async([indices, values], name=name), build)

@@ -69,28 +69,26 @@ class SyncBatchNorm(_BatchNorm):
         label = _labels.of(world, self)
         with world.refusing(f"{label.name}.forward"):
             self._check_input_dim(input)
-        momentum = self.momentum
-        if self.track_running_stats:
-            tracked: Any = self.num_batches_tracked
-            tracked.add_(1)
-            if momentum is None:
-                momentum = 1.0 / tracked.item()
-        running = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
         normalise: Any = _Normalise.apply
-        return normalise(input, self.weight, self.bias, *running, momentum or 0.0, self.eps, world, label)
+        return normalise(input, self.weight, self.bias, *self._running(), self.eps, world, label)
+
+    def _running(self) -> tuple[Any, Any, Any]:
+        """The running statistics, if there are any, and their momentum for another batch."""
+        if not self.track_running_stats:
+            return None, None, 0.0
+        mean: Any = self.running_mean
+        tracked: Any = self.num_batches_tracked
+        tracked.add_(1)
+        if self.momentum is not None:
+            return mean, self.running_var, self.momentum
+        # A number, as torch's kernels need it; a graph has a tensor.
+        count = tracked.to(mean.dtype) if torch.compiler.is_compiling() else tracked.item()
+        return mean, self.running_var, 1.0 / count
 
     def _traced(self, input: Any, world: World) -> Any:
         """The same in a graph: one collective, as an operator for `torch.compile`, and differentiable operations."""
         self._check_input_dim(input)
-        running: tuple[Any, Any] = (None, None)
-        momentum: Any = self.momentum
-        if self.track_running_stats:
-            running = self.running_mean, self.running_var
-            tracked: Any = self.num_batches_tracked
-            tracked.add_(1)
-            if momentum is None:
-                means: Any = self.running_mean
-                momentum = 1.0 / tracked.to(means.dtype)
+        running = self._running()
         # Every rank's row by a sum, because a graph needs to know the shape of its result.
         own_row = functional.pad(traced_statistics(input)[None], (0, 0, world.rank, world.size - world.rank - 1))
         process_set = 0 if self.process_set is None else self.process_set
@@ -98,7 +96,7 @@ class SyncBatchNorm(_BatchNorm):
         torch._assert_async(
             rows[:, -1].sum() > 1, "Expected more than 1 value per channel when training, on all ranks together"
         )
-        mean, invstd = Cpu.merge(input, rows, *running, momentum, self.eps)
+        mean, invstd = Cpu.merge(input, rows, *running, self.eps)
         scale = invstd if self.weight is None else invstd * self.weight
         result = (input - channels(mean, input)) * channels(scale, input)
         return (result if self.bias is None else result + channels(self.bias, input)).to(input.dtype)

@@ -367,18 +367,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1, *, process_set: ProcessSet = global_process_set) -> int:
-    """Declare that this rank has no more data, and take part in the others' operations until all have joined; see
-    `collectives.join`.
-
-    Args:
-        device: accepted for Horovod's interface; ignored.
-
-    Returns:
-        The last rank to join; of several at once, the highest.
-
-    Raises:
-        InvalidArgumentError: inside of a function that is being compiled.
-    """
+    """`collectives.join`, outside of `jax.jit`; ``device`` is part of Horovod's interface and has no effect."""
     require_eager("join")
     eager.wait_for_effects()
     return api.join(process_set=process_set)

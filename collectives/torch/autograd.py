@@ -41,8 +41,7 @@ class DifferentiableCall:
     """The call of a collective, and the collectives that its adjoint is made of (`adjoints.ReductionCall`).
 
     Attributes:
-        world: of the process set.
-        collective: its method, such as "allreduce".
+        collective: the world's method, such as "allreduce".
         name: of the operation; of a call that is being differentiated, of its gradient.
         grouped: whether it is the grouped form.
         options: the other keywords of the world's method.

@@ -115,14 +115,7 @@ def broadcast(
 def alltoall(
     tensor: Any, splits: Any, name: str | None, process_set: ProcessSet | int, choices: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """`collectives.torch.alltoall` in a graph.
-
-    Args:
-        splits: rows for each rank, a tensor or a sequence of integers; None: the same for all.
-
-    Returns:
-        The rows received, and how many from each rank: int64, on the CPU.
-    """
+    """`collectives.torch.alltoall` in a graph; the rows received, and how many from each rank, as int64 on the CPU."""
     size = world_of(process_set).size
     if splits is not None and not isinstance(splits, torch.Tensor):
         splits = torch.tensor(list(splits), dtype=torch.int64)
@@ -243,14 +236,8 @@ def _with_rows(x: Any, rows: Any) -> Any:
 def _define(
     schema: str, run: Callable[..., Any], shape: Callable[..., Any], note: Any = None, back: Any = None
 ) -> None:
-    """Register an operator with torch.
-
-    Args:
-        schema: its name and signature.
-        run: the implementation.
-        shape: the same arguments to empty results.
-        note, back: its autograd.
-    """
+    """Register an operator with torch: ``shape`` maps its arguments to empty results, ``note`` and ``back`` are its
+    autograd."""
     name, _, signature = schema.partition("(")
     operator = torch.library.custom_op(f"collectives::{name}", run, mutates_args=(), schema="(" + signature)
     operator.register_fake(shape)

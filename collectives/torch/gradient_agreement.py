@@ -45,10 +45,10 @@ class Tally:
         """Sum over the ranks; a joined rank adds zeros.
 
         Args:
-            not_submitted: the number of this rank's gradients that have not been submitted.
-            reads: this rank's program reads gradients.
-            idle: this rank applies gradients without having run a backward pass.
-            layout: a fingerprint of what this rank combines.
+            not_submitted: the number of this rank's gradients.
+            reads: its program reads gradients.
+            idle: it applies gradients without having run a backward pass.
+            layout: a fingerprint of what it combines.
         """
         combined = self.combined
         layout &= _LAYOUT

@@ -50,11 +50,7 @@ class Derived(Generic[Result]):
 
 @untraced
 def poll(handle: Handle | Derived) -> bool:
-    """Whether an operation is complete, so that `synchronize` returns at once.
-
-    Args:
-        handle: what an asynchronous operation returned.
-    """
+    """Whether an operation is complete, so that `synchronize` of its handle returns at once."""
     return _a_handle(handle).poll()
 
 
@@ -64,7 +60,6 @@ def synchronize(handle: Handle[Result] | Derived[Result], timeout: float | None 
     time on).
 
     Args:
-        handle: what an asynchronous operation returned.
         timeout: seconds to wait at most; None: as long as the other ranks are alive, and ``COLLECTIVES_TIMEOUT``.
 
     Raises:

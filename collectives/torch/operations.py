@@ -241,15 +241,7 @@ def alltoall_async(
 
 @untraced
 def join(device: int = -1, *, process_set: ProcessSet = global_process_set) -> int:
-    """Declare that this rank has no more data, and take part in the others' operations until all have joined; see
-    `collectives.join`.
-
-    Args:
-        device: part of Horovod's interface; has no effect.
-
-    Returns:
-        The last rank to join; of several at once, the highest.
-    """
+    """`collectives.join`; ``device`` is part of Horovod's interface and has no effect."""
     return api.join(process_set=process_set)
 
 

@@ -61,9 +61,8 @@ def broadcast_object(
 
     Args:
         obj: an object that pickle supports, tensors included; ignored on other ranks.
-        root_rank: as for `broadcast_parameters`.
+        root_rank, process_set: as for `broadcast_parameters`.
         name: of the operation; unnamed calls are matched by their order.
-        process_set: the ranks that take part.
 
     Returns:
         The object; on the root the same object that was passed.

@@ -119,3 +119,19 @@ def test_a_derived_handle_fails_as_often_as_it_is_asked() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="not today"):
             hvd.synchronize(handle)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "keywords", "said"),
+    [
+        ("allreduce_async", (), {}, "missing a required argument: 'tensor'"),
+        ("grouped_allreduce_async_", ([1.0], True), {"average": False}, "multiple values for argument 'average'"),
+        ("broadcast_async", (1.0,), {}, "missing a required argument: 'root_rank'"),
+        ("allgather_async", (1.0, "rows", None, 4), {}, "too many positional arguments"),
+    ],
+)
+def test_an_asynchronous_call_that_does_not_fit_is_refused_under_its_name(
+    name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}\(\) {said}"):
+        getattr(hvd, name)(*arguments, **keywords)

@@ -184,10 +184,10 @@ def test_telling_waits_for_no_peer_and_loses_nothing(ranks: Callable[..., list[H
         theirs.tell(Notice.HERE, f"{call:0300}")
         theirs.tell(Notice.FAILED, "x" * 3000)
     theirs.tell(Notice.LEFT, "3000")
-    assert not theirs.flush(0.05) and not mine.left
+    assert not theirs.quiet() and not mine.left
     go_on.set()
     assert soon(lambda: mine.left == {1: 3000}) and mine.here == {1: 2999}
-    assert theirs.flush(5)
+    assert soon(theirs.quiet)
 
 
 def test_groups_that_are_over_are_forgotten(ranks: Callable[..., list[Heart]]) -> None:

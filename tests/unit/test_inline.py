@@ -15,8 +15,8 @@ from collectives.base.reduce_op import Op
 from collectives.plan.planner import Placement, Planner
 from collectives.transport.group import Group
 from collectives.transport.tcp.network_control import NetworkControl
+from collectives.transport.tcp.tcp_channel import TcpWords
 from collectives.transport.tcp.tcp_messages import TcpMessages
-from collectives.transport.tcp.tcp_words import TcpWords
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
 from tests.support.emulated import loopback_links

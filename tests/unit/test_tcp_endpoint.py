@@ -32,10 +32,10 @@ class Links:
         future.set_result(self._sock)
         return future
 
-    def serve(self, prefix: str, served: Callable[[int, str, socket.socket], None]) -> None:
+    def serve(self, channel: str, served: Callable[[int, socket.socket], None]) -> None:
         pass
 
-    def end_serving(self, prefix: str) -> None:
+    def end_serving(self, channel: str) -> None:
         pass
 
 

@@ -12,8 +12,7 @@ from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.transport.host.board import max_words
 from collectives.transport.tcp import tcp_channel
 from collectives.transport.tcp.network_control import NetworkControl
-from collectives.transport.tcp.tcp_channel import TcpChannel
-from collectives.transport.tcp.tcp_words import TcpWords
+from collectives.transport.tcp.tcp_channel import TcpChannel, TcpWords
 from tests.support.emulated import loopback_links
 from tests.support.emulated.loopback_links import raised
 

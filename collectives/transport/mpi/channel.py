@@ -63,7 +63,6 @@ class Channel:
 
     Attributes:
         waiter: waits for requests on the communicator, and reads notices meanwhile.
-        failed, left, here, gone: as of `network_control.ControlChannel`.
         notices: the group's through the heart (see `hear`).
         users: further ones of the communicator.
     """
@@ -78,7 +77,7 @@ class Channel:
         self.failed: dict[int, str] = {}
         self.left: dict[int, int] = {}
         self.here: dict[int, int] = {}
-        self.gone: set[int] = set()
+        self._gone: set[int] = set()
         self.notices: Notices | None = None
         self.users: list[User] = []
         self.kept: list[Any] = []
@@ -94,7 +93,7 @@ class Channel:
 
     def hear(self, notices: Notices) -> None:
         """Report failures through the heart, which also detects deaths, and the order of both."""
-        self.notices, self.failed, self.gone = notices, notices.failed, notices.gone
+        self.notices, self.failed, self._gone = notices, notices.failed, notices.gone
 
     def exchange(self, value: Any) -> list[Any]:
         """Gather every rank's small value (see `interchange`) on every rank, in rank order; raises as `Waiter.wait`."""
@@ -145,9 +144,9 @@ class Channel:
         if self._has_left:
             return
         if self.notices is not None:
-            self.notices.tell(Notice.LEFT, str(calls))
+            self.notices.leave(calls)
         self.tell(Notice.LEFT, str(calls))
-        self.read_notices()
+        self._read_notices()
         self._has_left = True
         leavers = self.left.keys() | {notice.peer for notice in self._arriving if notice.tag == Notice.LEFT}
         for peer in set(range(self.size)) - leavers - {self.rank}:
@@ -155,7 +154,12 @@ class Channel:
             self._arriving.append(_Posted(text, peer, Notice.LEFT))
             self._arriving[-1].request = self.comm.Irecv(text, peer, Notice.LEFT)
 
-    def read_notices(self) -> None:
+    def departed(self) -> set[int]:
+        """As of `network_control.ControlChannel`."""
+        self._read_notices()
+        return self.left.keys() | self._gone
+
+    def _read_notices(self) -> None:
         """Receive the notices that have arrived into `failed`, `left` and `here`."""
         from mpi4py import MPI
 
@@ -184,7 +188,7 @@ class Channel:
 
     def look_for_failures(self) -> None:
         """Read the notices; raise RankFailedError if a rank has failed."""
-        self.read_notices()
+        self._read_notices()
         if self.notices is not None:
             self.notices.look_for_failures()
         for peer, text in list(self.failed.items()):
@@ -199,7 +203,7 @@ class Channel:
         return backoff.poll(self._all_said_goodbye, _SAY_GOODBYE_WITHIN)
 
     def _all_said_goodbye(self) -> bool:
-        self.read_notices()
+        self._read_notices()
         return len(self.left.keys() | self.failed.keys()) == self.size - 1 and not self._sent and not self._arriving
 
     def close(self) -> None:
@@ -216,7 +220,7 @@ class Channel:
     def _is_idle(self) -> bool:
         from mpi4py import MPI
 
-        self.read_notices()
+        self._read_notices()
         if self._sent or self._arriving or self.waiter.busy or any(user.busy for user in self.users):
             return False
         if not all(posted.complete() for posted in self._collectives):

@@ -14,7 +14,7 @@ from collectives.transport import backoff
 from collectives.transport.mpi.channel import Channel
 from collectives.transport.tcp.heart import Heart
 from collectives.transport.tcp.mesh import Mesh
-from collectives.transport.tcp.notices import AFTER_EVERY_CALL, OUTERMOST, Notice
+from collectives.transport.tcp.notices import AFTER_EVERY_CALL, OUTERMOST
 
 _CONNECT_WITHIN = 15.0
 
@@ -37,7 +37,7 @@ class MpiHeart:
         """End this process if one of the ranks has died, once the others have left, which may still have to save
         something: a launcher ends them all when it sees one end in this way."""
         if self.notices.died:
-            self.notices.tell(Notice.LEFT, str(AFTER_EVERY_CALL))  # unless its world has told that
+            self.notices.leave(AFTER_EVERY_CALL)  # unless its world has told that
             backoff.poll(self.notices.all_left, self._timeout)
             for stream in (sys.stdout, sys.stderr):
                 with suppress(Exception):

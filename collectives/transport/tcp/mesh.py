@@ -31,7 +31,7 @@ from collectives.transport.tcp.authentication import Connection, make_key
 from collectives.transport.tcp.listener import DIAL_WITHIN, Listener, dial
 from collectives.transport.tcp.service import Running, Service
 
-Served = Callable[[int, str, Connection], None]
+Served = Callable[[int, Connection], object]
 
 _ANSWER_WITHIN = 30.0
 """Seconds for which a rank is dialled that does not answer. One that answers, and drops the connection because it has
@@ -54,7 +54,6 @@ class Mesh:
 
     Args:
         exchange: gathers every rank's value (of JSON's types) on every rank, in rank order.
-        rank: of this process, in the job.
         key: the job's; None on all ranks: rank 0 makes one, and ``exchange`` tells it to the others.
         interface: the setting ``network_interface``; empty: loopback if all ranks are on this host, else the interface
             that leads to the others.
@@ -63,6 +62,7 @@ class Mesh:
         hosts: each rank's host, as `network.identity` has it.
         names: each rank's host name, for messages.
         service: the thread in which connections are accepted and dialled.
+        inbox: what has arrived, for `Links`.
         addresses: where each rank listens.
 
     Raises:
@@ -91,11 +91,11 @@ class Mesh:
         self.rank, self.size = rank, len(answers)
         self.names = [host.split()[0] for host in self.hosts]
         self._key, self._job = key if key is not None else bytes.fromhex(keys[0]), nonces[0]
-        self.service, self._inbox = Service(), Inbox(self._job, rank)
+        self.service, self.inbox = Service(), Inbox(self._job, rank)
         self._listener: Listener | None = None
         try:
-            self._listener = Listener(self.service, address, 0, self._key, self._inbox.put)
-            self._inbox.address = self._listener.address
+            self._listener = Listener(self.service, address, 0, self._key, self.inbox.put)
+            self.inbox.address = self._listener.address
             self.addresses = [(host, int(port)) for host, port in exchange(self._listener.address)]
         except BaseException:
             self.close()
@@ -103,11 +103,7 @@ class Mesh:
 
     def open(self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None) -> Connection:
         """The connection with ``peer`` on a channel: connected, proved, non-blocking, TCP_NODELAY. Both ranks call it,
-        once for a channel.
-
-        Args:
-            timeout: seconds.
-            check: called now and then while this rank waits; an exception from it ends the wait.
+        once for a channel. An exception from ``check`` ends the wait.
 
         Raises:
             CollectiveTimeoutError, RankFailedError, TransportError: it did not come about.
@@ -115,7 +111,7 @@ class Mesh:
         if peer < self.rank:
             return self.dial(peer, channel, timeout, check)
         end = time.monotonic() + timeout
-        while (sock := self._inbox.take(peer, channel, _LOOK_EVERY)) is None:
+        while (sock := self.inbox.take(peer, channel, _LOOK_EVERY)) is None:
             interrupts.check()
             check()
             if time.monotonic() > end:
@@ -124,11 +120,6 @@ class Mesh:
                     "is doing, or raise COLLECTIVES_TIMEOUT"
                 )
         return sock
-
-    def take(self, peer: int, channel: str) -> Connection | None:
-        """The connection that ``peer`` has dialled on a channel; None if it has not arrived yet. Does not wait, for
-        ranks that have something else to do meanwhile."""
-        return self._inbox.take(peer, channel, 0.0)
 
     def dial(self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None) -> Connection:
         """A new connection to ``peer``, which takes it by `open` or `serve`. Raises as `open`."""
@@ -180,16 +171,6 @@ class Mesh:
                     "COLLECTIVES_NETWORK_INTERFACE"
                 ) from None
 
-    def serve(self, prefix: str, served: Served) -> None:
-        """Have ``served(peer, channel, socket)`` called, in the service's thread, with connections that peers dial on
-        channels that begin with ``prefix``, including those that have arrived already."""
-        self.service.call(self._inbox.serve, prefix, served)
-
-    def end_serving(self, prefix: str) -> None:
-        """End what `serve` has begun."""
-        with suppress(RuntimeError):  # the service has ended
-            self.service.call(self._inbox.end_serving, prefix)
-
     def key_for(self, use: str) -> bytes:
         """A key of this job alone, for one use, the same on all ranks."""
         return hmac.digest(self._key, f"for\0{self._job}\0{use}".encode(), "sha256")
@@ -202,7 +183,7 @@ class Mesh:
         if self._listener is not None:
             self._listener.close()
         self.service.close()
-        self._inbox.close()
+        self.inbox.close()
 
 
 class Links:
@@ -212,43 +193,46 @@ class Links:
         mesh: of all ranks of the job.
         group: its name, alike on its members and different from other groups'.
         members: the group's ranks, as ranks of the mesh.
+        check: as of `Mesh.open`.
     """
 
     def __init__(
         self, mesh: Mesh, group: str, members: Sequence[int], timeout: float, check: Callable[[], object] = lambda: None
     ) -> None:
-        self.mesh, self.group, self.members = mesh, group, tuple(members)
-        self.rank, self.size = self.members.index(mesh.rank), len(members)
+        self.rank, self.size = members.index(mesh.rank), len(members)
         self.check = check
-        self._timeout = timeout
+        self._mesh, self._group, self._members, self._timeout = mesh, group, tuple(members), timeout
 
     def open(self, peer: int, channel: str) -> Connection:
         """See `Mesh.open`."""
-        return self.mesh.open(self.members[peer], f"{self.group}/{channel}", self._timeout, lambda: self.check())
+        return self._mesh.open(self._members[peer], f"{self._group}/{channel}", self._timeout, lambda: self.check())
 
     def dial(self, peer: int, channel: str) -> Connection:
         """See `Mesh.dial`."""
-        return self.mesh.dial(self.members[peer], f"{self.group}/{channel}", self._timeout, lambda: self.check())
+        return self._mesh.dial(self._members[peer], f"{self._group}/{channel}", self._timeout, lambda: self.check())
 
     def begin_dial(self, peer: int, channel: str) -> Running[Connection]:
         """`dial` without waiting."""
-        return self.mesh.service.start(self.mesh.reach(self.members[peer], f"{self.group}/{channel}", self._timeout))
+        dialling = self._mesh.reach(self._members[peer], f"{self._group}/{channel}", self._timeout)
+        return self._mesh.service.start(dialling)
 
     def take(self, peer: int, channel: str) -> Connection | None:
-        """See `Mesh.take`."""
-        return self.mesh.take(self.members[peer], f"{self.group}/{channel}")
+        """The connection that ``peer`` has dialled on a channel; None if it has not arrived yet. Does not wait."""
+        return self._mesh.inbox.take(self._members[peer], f"{self._group}/{channel}", 0.0)
 
-    def serve(self, prefix: str, served: Served) -> None:
-        """See `Mesh.serve`."""
-        rank_of = {member: rank for rank, member in enumerate(self.members)}
-        start = len(self.group) + 1
-        self.mesh.serve(
-            f"{self.group}/{prefix}", lambda peer, channel, sock: served(rank_of[peer], channel[start:], sock)
+    def serve(self, channel: str, served: Callable[[int, Connection], object]) -> None:
+        """Have ``served(peer, connection)`` called, in the service's thread, with the connections that peers dial on a
+        channel, including those that have arrived already."""
+        self._mesh.service.call(
+            self._mesh.inbox.serve,
+            f"{self._group}/{channel}",
+            lambda member, connection: served(self._members.index(member), connection),
         )
 
-    def end_serving(self, prefix: str) -> None:
-        """See `Mesh.end_serving`."""
-        self.mesh.end_serving(f"{self.group}/{prefix}")
+    def end_serving(self, channel: str) -> None:
+        """End what `serve` has begun."""
+        with suppress(RuntimeError):  # the service has ended
+            self._mesh.service.call(self._mesh.inbox.end_serving, f"{self._group}/{channel}")
 
 
 class Inbox:
@@ -280,10 +264,10 @@ class Inbox:
         if job != self._job or dialled != [self._rank, *(self.address or ())] or channel == _PING:
             sock.close()
             return
-        for prefix, served in self._served.items():
-            if channel.startswith(prefix):
-                served(peer, channel, sock)
-                return
+        served = self._served.get(channel)
+        if served is not None:
+            served(peer, sock)
+            return
         earlier = self._arrived.pop((peer, channel), None)
         if earlier is not None:
             earlier.close()  # the peer has given it up, and has dialled again
@@ -303,16 +287,16 @@ class Inbox:
             sock = self._arrived.pop((peer, channel), None)
         return sock
 
-    def serve(self, prefix: str, served: Served) -> None:
-        """See `Mesh.serve`."""
-        self._served[prefix] = served
+    def serve(self, channel: str, served: Served) -> None:
+        """See `Links.serve`."""
+        self._served[channel] = served
         # Copied at once: other threads take connections meanwhile.
-        for peer, channel in [key for key in list(self._arrived) if key[1].startswith(prefix)]:
-            served(peer, channel, self._arrived.pop((peer, channel)))
+        for peer, _ in [key for key in list(self._arrived) if key[1] == channel]:
+            served(peer, self._arrived.pop((peer, channel)))
 
-    def end_serving(self, prefix: str) -> None:
-        """See `Mesh.end_serving`."""
-        self._served.pop(prefix, None)
+    def end_serving(self, channel: str) -> None:
+        """See `Links.end_serving`."""
+        self._served.pop(channel, None)
 
     def close(self) -> None:
         """Close the connections that were never taken."""

@@ -19,12 +19,10 @@ class ControlChannel(Protocol):
     """Exchanges of values, and what ranks say about themselves: `channel.Channel` or `tcp_channel.TcpChannel`.
 
     Attributes:
-        rank, size: in the group.
         names: the ranks' numbers in messages.
         failed: reason by failed rank.
         left: last call by rank that has left.
         here: present call by waiting rank.
-        gone: ranks whose processes are known to have ended.
     """
 
     rank: int
@@ -33,7 +31,6 @@ class ControlChannel(Protocol):
     failed: dict[int, str]
     left: dict[int, int]
     here: dict[int, int]
-    gone: set[int]
 
     def exchange(self, value: Any) -> list[Any]:
         """Gather every rank's small value (see `interchange`) on every rank, in rank order."""
@@ -44,8 +41,8 @@ class ControlChannel(Protocol):
     def leave(self, calls: int) -> None:
         """Notify every other rank that this one has left after ``calls`` calls."""
 
-    def read_notices(self) -> None:
-        """Take in the notices that have arrived."""
+    def departed(self) -> set[int]:
+        """The ranks that have left, or whose processes are known to have ended."""
 
     def look_for_failures(self) -> None:
         """Raise RankFailedError if a rank has failed."""
@@ -84,13 +81,7 @@ class NetworkControl:
     """`base.Control` across hosts: one small allgather per call.
 
     Failures and departures are notices of the channel, which every wait reads; on its own host a rank also puts them
-    on the board.
-
-    Args:
-        channel: of the group.
-        words: its allgather.
-        exchange: gathers every rank's value on every rank, in rank order.
-        board: of the ranks of this host; None where they share none.
+    on the board, which is None where the ranks share none.
     """
 
     def __init__(
@@ -182,13 +173,11 @@ class NetworkControl:
         return board is None or all(board.state_of(peer) in (LEFT, FAILED) for peer in board.peers)
 
     def all_left(self) -> bool:
-        channel, board = self._channel, self._board
-        channel.read_notices()
+        board = self._board
         on_board = {peer for peer in board.peers if board.is_gone(peer)} if board is not None else set()
-        return len(channel.left.keys() | channel.gone | on_board) == self.size - 1
+        return len(self._channel.departed() | on_board) == self.size - 1
 
     def check(self, *, deep: bool = False, upcoming: bool = False) -> None:
-        """Raise RankFailedError if a rank has failed, or has left without entering this rank's present call."""
         channel = self._channel
         channel.look_for_failures()  # first: it knows of deaths at first hand, the board of what followed from them
         if self._board is not None:
@@ -197,8 +186,7 @@ class NetworkControl:
             if calls < self._call + upcoming:
                 raise RankFailedError(
                     f"rank {self._names[self.rank]}: rank {self._names[peer]} has shut down or ended while this rank "
-                    f"waits for it; "
-                    f"every rank must make the same calls before it leaves"
+                    "waits for it; every rank must make the same calls before it leaves"
                 )
         waits = self._waits and self._said_here != self._call
         if deep and waits and time.monotonic() - self._entered_at > _SAY_HERE_AFTER:

@@ -12,6 +12,8 @@ from collectives.transport import backoff
 if TYPE_CHECKING:
     from collectives.transport.tcp.heart import Heart
 
+_TAKEN_WITHIN = 1.0
+"""Seconds that the system may take for what is told."""
 OUTERMOST = "0"
 """The name of the group of all ranks."""
 AFTER_EVERY_CALL = 1 << 62
@@ -51,20 +53,24 @@ class Notices:
         self.left: dict[int, int] = {}
         self.here: dict[int, int] = {}
         self.gone: set[int] = set()
-        self.has_left = False
         self.closed = False
+        self._has_left = False
         self._heart = heart
         self._places = {member: place for place, member in enumerate(self.members)}
 
     def tell(self, notice: Notice, text: str) -> None:
         """Send a notice to every other member. Does not wait."""
-        if not self.has_left:
-            self.has_left = notice is Notice.LEFT
+        if not self._has_left:
+            self._has_left = notice is Notice.LEFT
             self._heart.tell(self, notice, text)
 
-    def flush(self, seconds: float) -> bool:
+    def leave(self, calls: int) -> None:
+        """Tell every other member that this rank has left after ``calls`` calls."""
+        self.tell(Notice.LEFT, str(calls))
+
+    def quiet(self) -> bool:
         """Wait for a bounded time until the system has taken all that was told. Returns whether it has."""
-        return backoff.poll(lambda: self._heart.has_told(self), seconds)
+        return backoff.poll(lambda: self._heart.has_told(self), _TAKEN_WITHIN)
 
     def look_for_failures(self) -> None:
         """Raise RankFailedError if a member has failed: a death before a failure, and a failure that has a cause of its
@@ -77,9 +83,13 @@ class Notices:
         place, text = min(list(self.failed.items()), key=lambda item: RankFailedError.__name__ in item[1])
         raise RankFailedError(f"{me}: rank {self.members[place]} has failed:\n{text}")
 
+    def departed(self) -> set[int]:
+        """The members that have left or died."""
+        return self.left.keys() | self.gone
+
     def all_left(self) -> bool:
         """Whether every other member has left or died."""
-        return len(self.left.keys() | self.gone) >= len(self.members) - 1
+        return len(self.departed()) >= len(self.members) - 1
 
     def close(self) -> None:
         """Note that this rank uses the group no more."""
@@ -98,11 +108,7 @@ class Notices:
 
     def misses(self, rank: int, silent: bool) -> bool:
         """Whether the end of a rank of the job is a death: it belongs to the group, has not said that it failed, and
-        not that it leaves.
-
-        Args:
-            silent: whether it fell silent: what it sent before it left may then never arrive.
-        """
+        not that it leaves; of a ``silent`` rank, what it sent before it left may never arrive."""
         place = self._places.get(rank)
         return place is not None and place not in self.failed and (silent or place not in self.left)
 

@@ -1,8 +1,7 @@
-"""A group's control connections over TCP: exchanges of values, and the notices that ranks give about themselves.
+"""A group's control connections over TCP: exchanges of values and the words of a call, by Bruck's allgather.
 
-The records of exchanges and of the group's calls travel over the same connections, one behind the other, by Bruck's
-allgather. Notices come by the heart's connections (`collectives.transport.tcp.heart`), which a thread of their own
-serves.
+The records of exchanges and of the group's calls travel over the same connections, one behind the other. Notices come
+by the heart's connections (`collectives.transport.tcp.heart`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collectives.transport import backoff
 from collectives.transport.tcp.authentication import Connection
 from collectives.transport.tcp.bruck import HEADER, Bruck, Memory, padded, partners
 from collectives.transport.tcp.closing import close_all
-from collectives.transport.tcp.notices import Notice, Notices
+from collectives.transport.tcp.notices import Notices
 
 if TYPE_CHECKING:
     from collectives.transport.tcp.mesh import Links
@@ -29,19 +28,17 @@ _FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
 """Milliseconds of a sleep that an arrival ends; afterwards the peers are looked at."""
 CAUSE_SHOWS_WITHIN = 5.0
 """Seconds that it may take until it is known why a connection has ended."""
-_SAY_GOODBYE_WITHIN = 1.0
 CLOSE_WITHIN = 1.0
 """Seconds for which a connection that is closed may wait until the peer's system has everything."""
 _EXCHANGE = -1
 """The token of exchanges; those of calls are positive."""
 _KEPT_BYTES = 1 << 20
 """Memory of exchanges that is kept for the next one."""
+_FIRST_WORD = HEADER // 8
 
 
 class TcpChannel:
-    """One rank's end of the group's control connections. Not thread-safe.
-
-    Made by all ranks of the group at the same time.
+    """`network_control.ControlChannel` over TCP. Not thread-safe. Made by all ranks of the group at the same time.
 
     Args:
         timeout: seconds that a wait may last.
@@ -50,7 +47,6 @@ class TcpChannel:
 
     Attributes:
         check: called now and then during a wait; an exception from it ends the wait.
-        failed, left, here, gone: as of `network_control.ControlChannel`.
     """
 
     def __init__(
@@ -65,10 +61,11 @@ class TcpChannel:
         self.names, self.timeout = names, timeout
         self.spins = spins
         self._notices = notices
-        self.failed, self.left, self.here, self.gone = notices.failed, notices.left, notices.here, notices.gone
-        self.check: Callable[[], object] = notices.look_for_failures
+        self.failed, self.left, self.here, self.departed = notices.failed, notices.left, notices.here, notices.departed
+        self.tell, self.leave, self.quiet = notices.tell, notices.leave, notices.quiet
+        self.look_for_failures = notices.look_for_failures
+        self.check: Callable[[], object] = self.look_for_failures
         self._connections: dict[int, Connection] = {}
-        self._has_left = False
         self._memory = Memory()
         try:
             for peer in partners(rank, size):  # in ascending order: those that this rank dials come first
@@ -100,23 +97,6 @@ class TcpChannel:
         if len(memory.bytes) > _KEPT_BYTES:
             self._memory = Memory()
         return values
-
-    def tell(self, notice: Notice, text: str) -> None:
-        """Send a notice to every other rank. Does not wait."""
-        self._notices.tell(notice, text)
-
-    def leave(self, calls: int) -> None:
-        """Notify every other rank that this one has left after ``calls`` calls."""
-        if not self._has_left:
-            self._has_left = True
-            self.tell(Notice.LEFT, str(calls))
-
-    def read_notices(self) -> None:
-        """Notices are taken in by the heart's thread."""
-
-    def look_for_failures(self) -> None:
-        """Raise RankFailedError if a rank has failed."""
-        self._notices.look_for_failures()
 
     def until(self, done: Callable[[], bool], doze: Callable[[float], object], what: str) -> None:
         """Wait until ``done()``, which moves what can be moved.
@@ -155,10 +135,6 @@ class TcpChannel:
             f"word: it died, or left while it was waited for)"
         )
 
-    def quiet(self) -> bool:
-        """Wait for a bounded time until the system has taken all notices. Returns whether it has."""
-        return self._notices.flush(_SAY_GOODBYE_WITHIN)
-
     def close(self) -> None:
         """Close the connections, and give the notices up."""
         self.disconnect()
@@ -168,3 +144,61 @@ class TcpChannel:
         """Close the connections; the notices stay open, for others still use them."""
         close_all(self._connections.values(), CLOSE_WITHIN)
         self._connections.clear()
+
+
+class TcpWords:
+    """`network_control.Words` over the channel's connections."""
+
+    carries = True
+
+    def __init__(self, channel: TcpChannel) -> None:
+        self.same = True
+        self._channel = channel
+        self._bruck = channel.bruck
+        self._spins = range(channel.spins)
+        self._own = 0
+        """Bytes of this rank's words."""
+        self._memories = Memory(), Memory()
+        """Of the present call and the one before, which take turns: words are read until the next call but one."""
+        self._memory, self._other = self._memories
+
+    def post(self, token: int, words: Sequence[int] | memoryview) -> None:
+        memory = self._other
+        self._other, self._memory = self._memory, memory
+        count = len(words)
+        data = type(words) is memoryview and words.format == "B"
+        self._own = nbytes = count if data else 8 * count
+        if count:
+            needed = (HEADER + nbytes) * self._channel.size
+            if needed > len(memory.bytes):
+                memory.grow(needed, 0)
+            into = memory.words
+            if data:
+                memory.bytes[HEADER : HEADER + nbytes] = words  # type: ignore[assignment]
+            elif type(words) is memoryview:
+                into[_FIRST_WORD : _FIRST_WORD + count] = words
+            else:
+                at = _FIRST_WORD
+                for word in words:
+                    into[at] = word
+                    at += 1
+        self._bruck.begin(memory, token, nbytes, data)
+
+    def test(self, spin: bool) -> bool:
+        step = self._bruck.step
+        arrived = step()
+        if spin and not arrived:
+            for _ in self._spins:
+                backoff.yield_core()
+                if step():
+                    arrived = True
+                    break
+        self.same = self._bruck.same
+        return arrived
+
+    def wait(self) -> None:
+        self._channel.until(self._bruck.step, self._bruck.wait, "every rank to enter the call")
+
+    def of(self, peer: int) -> memoryview:
+        start = self._memory.starts[(peer - self._bruck.rank) % self._bruck.size] // 8 + _FIRST_WORD
+        return self._memory.words[start : start + self._own // 8]

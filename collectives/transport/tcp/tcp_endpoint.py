@@ -101,7 +101,7 @@ class TcpEndpoint:
         """What connections that have ended were to carry: until when whoever waits may end it with the cause, and the
         peer."""
         self._numbers = 0
-        links.serve(_CHANNEL, lambda peer, channel, sock: self._accepted.append((peer, sock)))
+        links.serve(_CHANNEL, lambda peer, sock: self._accepted.append((peer, sock)))
 
     # ---- sending
 

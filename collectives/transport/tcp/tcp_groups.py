@@ -14,10 +14,9 @@ from collectives.transport.group import Group
 from collectives.transport.tcp.heart import Heart
 from collectives.transport.tcp.mesh import Links, Mesh
 from collectives.transport.tcp.notices import OUTERMOST
-from collectives.transport.tcp.tcp_channel import SPINS, TcpChannel
+from collectives.transport.tcp.tcp_channel import SPINS, TcpChannel, TcpWords
 from collectives.transport.tcp.tcp_endpoint import TcpEndpoint
 from collectives.transport.tcp.tcp_messages import TcpMessages
-from collectives.transport.tcp.tcp_words import TcpWords
 
 _FEW_SPINS = 2
 

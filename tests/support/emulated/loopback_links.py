@@ -52,7 +52,6 @@ class SharedNotices:
         self.failed: dict[int, str] = {}
         self.left: dict[int, int] = {}
         self.here: dict[int, int] = {}
-        self.gone: set[int] = set()
         everybody.append(self)
 
     def tell(self, notice: Notice, text: str) -> None:
@@ -60,8 +59,14 @@ class SharedNotices:
             if other is not self:
                 getattr(other, notice.name.lower())[self._rank] = text if notice is Notice.FAILED else int(text)
 
-    def flush(self, seconds: float) -> bool:
+    def leave(self, calls: int) -> None:
+        self.tell(Notice.LEFT, str(calls))
+
+    def quiet(self) -> bool:
         return True
+
+    def departed(self) -> set[int]:
+        return set(self.left)
 
     def look_for_failures(self) -> None:
         for peer, text in list(self.failed.items()):

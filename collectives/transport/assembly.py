@@ -50,8 +50,8 @@ class Wiring(Protocol):
         """Have ``check`` called during every wait; an exception from it ends the wait."""
 
     def settled(self, hosts: tuple[tuple[int, ...], ...], config: Config) -> Wiring:
-        """Called on all ranks when they have compared their settings and know their hosts: this wiring, or one that
-        serves these ranks better and owns this one."""
+        """Called on all ranks when their settings agree and their hosts are known: this wiring, or one that serves
+        these ranks better and owns this one."""
 
     def split(self, members: Sequence[int]) -> Wiring | None:
         """The wiring of some of the ranks; called by all ranks of the group, None for those that are not members."""
@@ -76,8 +76,7 @@ def make_group(
 
     Raises:
         MismatchError: the ranks have different settings.
-        RankFailedError: a rank failed meanwhile.
-        CollectiveTimeoutError: not every rank came in time.
+        RankFailedError, CollectiveTimeoutError: a rank failed meanwhile, or did not come in time.
     """
     memory: SharedMemory | None = None
     channel = wiring.channel
@@ -190,8 +189,7 @@ def _assemble(
 
 
 def _compare_settings(rank: int, configs: Sequence[Config]) -> None:
-    """Refuse settings that differ: they decide the planner's choices, and launchers do not always pass the environment
-    on."""
+    """Refuse settings that differ: they decide the planner's choices, and launchers may not pass the environment on."""
     for name, attribute in Config.__dataclass_fields__.items():
         values = [getattr(config, name) for config in configs]
         if attribute.metadata["alike"] and len(set(values)) > 1:

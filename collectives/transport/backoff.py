@@ -25,12 +25,7 @@ yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep
 
 
 class Backoff:
-    """The sleeps and the clock of one wait, which begins at construction.
-
-    Attributes:
-        begun: `time.monotonic` when the wait began.
-        now: `time.monotonic` at the latest `look`.
-    """
+    """The sleeps of one wait, which has ``begun`` at construction, and whose latest `look` at the clock was ``now``."""
 
     __slots__ = ("_looked", "_nap", "begun", "now")
 
@@ -47,11 +42,8 @@ class Backoff:
         return True
 
     def nap(self, longest: float = LONGEST_NAP, until: float | None = None) -> None:
-        """Sleep for 20 microseconds at first, then longer each time, up to ``longest`` seconds. Signal handlers that
-        were deferred run before.
-
-        Does not sleep beyond ``until``, a time of `time.monotonic`, measured from the latest `look`.
-        """
+        """Sleep for 20 microseconds at first, then longer each time, up to ``longest`` seconds, and not beyond
+        ``until`` as seen at the latest `look`. Signal handlers that were deferred run before."""
         interrupts.check()
         time.sleep(self._nap if until is None else min(self._nap, max(0.0, until - self.now)))
         self._nap = min(self._nap * _GROWTH, longest)
@@ -67,17 +59,12 @@ def wait(
     pause: Callable[[], object] = yield_core,
     longest: float = LONGEST_NAP,
 ) -> None:
-    """Wait until ``ready()`` is true.
+    """Wait until ``ready()`` is true: after so many ``yields`` sleep, at most ``longest`` seconds at a time.
 
     Args:
-        ready: polls without waiting.
         check: called between polls after the yields; its exceptions end the wait. Its argument is True every
             `LOOK_EVERY` seconds, when expensive checks are due.
-        timeout: seconds.
         late: the message of the timeout error: which rank waited for what, and what to do.
-        yields: number of yields before the first sleep.
-        pause: yields the core.
-        longest: maximum seconds of a sleep.
 
     Raises:
         CollectiveTimeoutError: not ready in time.

@@ -2,10 +2,9 @@
 
 Ranks of one host share **memory**: a peer reads blocks where they lie, or writes them where they belong, and the owner
 does nothing. *When* it may do so is read on the board (`collectives.transport.host.board`). Ranks of different hosts
-pass **messages**, in which both sides take part.
+pass **messages**, in which both sides take part. The executor uses whichever reaches a peer.
 
-The executor uses whichever reaches a peer, so that one schedule may span both. Every wait of a transport is bounded: it
-ends with the bytes, or with an error that names the missing rank.
+Every wait of a transport is bounded: it ends with the bytes, or with an error that names the missing rank.
 """
 
 from __future__ import annotations
@@ -53,10 +52,8 @@ class MemoryTransport(Protocol):
         """
 
     def store(self, peer: int, address: int, source: int, nbytes: int) -> None:
-        """Copy ``nbytes`` from this rank's memory at ``source`` to the peer's private memory at ``address``.
-
-        Raises as `fetch`.
-        """
+        """Copy ``nbytes`` from this rank's memory at ``source`` to the peer's private memory at ``address``. Raises as
+        `fetch`."""
 
     def close(self) -> None:
         """Unmap the shared memory; the other ranks keep theirs."""
@@ -74,20 +71,14 @@ class MessageTransport(Protocol):
 
     def post_receive(self, peer: int, into: Array) -> Any:
         """Begin to receive a block from ``peer`` into contiguous memory, which must live until `drain` returns.
-
-        Returns:
-            The message, for `await_arrival`.
-        """
+        Returns the message, for `await_arrival`."""
 
     def post_send(self, peer: int, block: Array) -> None:
         """Begin to send a contiguous block, which must stay alive and unchanged until `drain` returns."""
 
     def await_arrival(self, message: Any, nbytes: int | None = None) -> None:
-        """Wait until a message has been received, while others are still under way. Raises as `drain`.
-
-        Args:
-            nbytes: its first bytes, which are enough; a transport may wait for all.
-        """
+        """Wait until a message, or at least its first ``nbytes``, have been received, while others are still under way.
+        Raises as `drain`."""
 
     def drain(self) -> None:
         """Wait until everything posted has been received and sent.
@@ -124,10 +115,7 @@ class Control(Protocol):
 
     def look(self, *, spin: bool = True) -> bool | None:
         """Whether all ranks entered the call with the same signature; equal on every rank. None while a rank is
-        missing.
-
-        Args:
-            spin: look a few times before reporting a missing rank.
+        missing, after a few looks if it may ``spin``.
 
         Raises:
             RankFailedError: a rank failed in the middle of this call.
@@ -151,14 +139,10 @@ class Control(Protocol):
         """The peers known not to have entered the present call."""
 
     def check(self, *, deep: bool = False, upcoming: bool = False) -> None:
-        """Raise RankFailedError if a rank has failed, or has left without entering the present call.
+        """Raise RankFailedError if a rank has failed, or has left without entering the present call; or the one after
+        it, if ``upcoming``. ``deep``: also check whether the peers' processes exist."""
 
-        Args:
-            deep: also check whether the peers' processes exist.
-            upcoming: check for the call after the present one.
-        """
-
-    def relax(self) -> None:
+    def relax(self) -> object:
         """Yield the core to other ranks and threads."""
 
     def words_of(self, peer: int) -> Sequence[int]:
@@ -167,15 +151,12 @@ class Control(Protocol):
     def tells(self, expected: Sequence[tuple[int, int, int]]) -> bool:
         """Whether peers entered the present call with the words that ``expected`` lists: peer, first, second."""
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any, /) -> list[Any]:
         """Gather every rank's small value (see `interchange`) on every rank, in rank order; for set-up and errors."""
 
     def fail(self, text: str, *, in_call: bool = False) -> None:
         """Announce that this rank has failed; the waits of its peers end with a RankFailedError that carries ``text``.
-
-        Args:
-            in_call: it failed in the middle of the present call, which no rank may take part in any more.
-        """
+        ``in_call``: in the middle of the present call, which no rank may take part in any more."""
 
     def leave(self) -> None:
         """Announce that this rank will not enter another call; also after `fail`, which is announced first."""

@@ -23,8 +23,7 @@ class Transfer:
     """A message on its way out of this rank or into it; or a receive.
 
     Attributes:
-        done: the endpoint touches the message's memory no more; ``error`` is final.
-        error: why it failed; None otherwise.
+        done: the endpoint touches the message's memory no more; ``error``, why it failed, is final.
         notify: called once when it is done.
         among: where it stands until it is done.
     """
@@ -49,11 +48,9 @@ class Transfer:
 
 
 class Outgoing(Transfer):
-    """A message that this rank sends.
+    """A message that this rank sends to ``peer``.
 
     Attributes:
-        peer: its destination, a rank of the group.
-        tag: at least 0.
         array: the payload, 1-D and contiguous, of a supported dtype; must not change until ``done``.
         shape: the tensor's.
         refused: why the receiver did not take the message.
@@ -62,33 +59,19 @@ class Outgoing(Transfer):
     __slots__ = ("array", "peer", "refused", "shape", "tag")
 
     def __init__(self, peer: int, tag: int, array: Array, shape: tuple[int, ...]) -> None:
-        self.peer = peer
-        self.tag = tag
-        self.array = array
-        self.shape = shape
+        self.peer, self.tag, self.array, self.shape = peer, tag, array, shape
         self.refused = ""
         super().__init__()
 
 
 class Incoming(Transfer):
-    """A message that has been announced to this rank.
-
-    Attributes:
-        source: a rank of the group.
-        tag: at least 0.
-        dtype: the name of the payload's dtype.
-        shape, nbytes: of the payload.
-        payload: what the endpoint needs in order to receive it.
-    """
+    """A message that has been announced to this rank: ``dtype`` names its payload's, and ``payload`` is what the
+    endpoint needs in order to receive it."""
 
     __slots__ = ("dtype", "nbytes", "payload", "shape", "source", "tag")
 
     def __init__(self, source: int, tag: int, dtype: str, shape: tuple[int, ...], nbytes: int, payload: Any) -> None:
-        self.source = source
-        self.tag = tag
-        self.dtype = dtype
-        self.shape = shape
-        self.nbytes = nbytes
+        self.source, self.tag, self.dtype, self.shape, self.nbytes = source, tag, dtype, shape, nbytes
         self.payload = payload
         super().__init__()
 
@@ -98,11 +81,8 @@ class AtOnce(Protocol):
     nothing, but for records on the way that it may have handled as `Endpoint.poll` does."""
 
     def send(self, peer: int, tag: int, array: Array) -> Outgoing | bool:
-        """Send a C-contiguous array of a supported dtype, unless it would have to wait for other messages.
-
-        Returns:
-            True if it was sent, and may change; where it is large, the message that has begun, as by `Endpoint.send`.
-        """
+        """Send a C-contiguous array of a supported dtype, unless it would have to wait for other messages. Returns True
+        if it was sent, and may change; where it is large, the message that has begun, as by `Endpoint.send`."""
 
     def receive(self, source: int, tag: int, into: Array, looks: int) -> bool:
         """Receive the next message of a rank into the first elements of such an array, if it comes within so many looks
@@ -147,13 +127,7 @@ class Endpoint(Protocol):
 
 
 class Routes:
-    """An `Endpoint` made of two: one for the ranks of this host, one for all others.
-
-    Args:
-        near: for the ranks of ``local``.
-        far: for the others.
-        local: the ranks of this host.
-    """
+    """An `Endpoint` made of two: one for the ranks of this host, which are ``local``, and one for all others."""
 
     def __init__(self, near: Endpoint, far: Endpoint, local: Sequence[int]) -> None:
         self._near, self._far = near, far
@@ -168,18 +142,21 @@ class Routes:
     def arrived(self, callback: Callable[[Incoming], object]) -> None:
         self._near.arrived = self._far.arrived = callback
 
+    def _to(self, peer: int) -> Endpoint:
+        return self._near if peer in self._local else self._far
+
     def send(self, message: Outgoing) -> None:
-        (self._near if message.peer in self._local else self._far).send(message)
+        self._to(message.peer).send(message)
 
     def poll(self) -> None:
         self._near.poll()
         self._far.poll()
 
     def receive(self, message: Incoming, into: Array) -> None:
-        (self._near if message.source in self._local else self._far).receive(message, into)
+        self._to(message.source).receive(message, into)
 
     def refuse(self, message: Incoming, why: str) -> None:
-        (self._near if message.source in self._local else self._far).refuse(message, why)
+        self._to(message.source).refuse(message, why)
 
     @property
     def busy(self) -> bool:

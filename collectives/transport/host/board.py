@@ -23,6 +23,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,6 @@ class Board:
         pages: one writable buffer of `board_bytes` per rank of the group; None for ranks on other hosts.
         timeout: seconds that a wait may last while the peers are alive.
         spins: looks before the core is yielded; few where ranks outnumber cores.
-        pause: yields the core to other ranks and threads.
         processes: whether ranks are processes, whose death shows in the process table.
     """
 
@@ -102,7 +102,8 @@ class Board:
         self._timeout = timeout
         self._spins = spins
         self._looks = range(spins)
-        self._pause = pause
+        self.relax = pause
+        """Yields the core to other ranks and threads."""
         self._processes = processes
         self._own_words[_PID] = os.getpid()
         self._slots = (_WORDS, _WORDS + max_words(self.size))
@@ -205,13 +206,17 @@ class Board:
         at = _TOKEN + (call & 1)
         return [peer for peer in self.peers if self._words[peer][at] & CALL_MASK != call & CALL_MASK]
 
+    def has_entered(self, peer: int, upcoming: bool = False) -> bool:
+        """Whether ``peer`` is not `missing`."""
+        return peer not in self.missing(upcoming=upcoming)
+
     def await_entries(self) -> bool:
         """`look`, and wait for the peers that are missing. Raises as `wait`."""
         same = self.look()
         if same is not None:
             return same
         for peer in self.missing():
-            self._wait_long(peer, lambda peer=peer: peer not in self.missing())  # type: ignore[misc]
+            self._wait_long(peer, partial(self.has_entered, peer))
         return bool(self.look())
 
     def tells(self, expected: Sequence[tuple[int, int, int]]) -> bool:
@@ -237,12 +242,11 @@ class Board:
             at += 1
 
     def piece_of(self, peer: int, place: int) -> tuple[int, ...]:
-        """An entry of the table of ``peer``'s pieces."""
+        """An entry of ``peer``'s table."""
         at = self._pieces + place * PIECE_WORDS
         return tuple(self._words[peer][at : at + PIECE_WORDS])
 
     def process_of(self, peer: int) -> int:
-        """The process of a rank of this host."""
         process: int = self._words[peer][_PID]
         return process
 
@@ -275,7 +279,7 @@ class Board:
         return state
 
     def is_gone(self, peer: int) -> bool:
-        """Whether ``peer`` has left, after a failure too, or its process has ended."""
+        """Whether ``peer`` has left, also after a failure, or its process has ended."""
         return bool(self._words[peer][_GONE]) or self._died(peer)
 
     def text_of(self, peer: int) -> str:
@@ -289,10 +293,6 @@ class Board:
         for view in [*self._words, *self._texts]:
             if view is not None:
                 view.release()
-
-    def relax(self) -> None:
-        """Yield the core to other ranks and threads."""
-        self._pause()
 
     def check(
         self, waiting_for: int | None = None, arrived: Callable[[], bool] | None = None, processes: bool = True
@@ -310,10 +310,7 @@ class Board:
 
     def explain(self, peer: int, gone: bool) -> None:
         """Raise RankFailedError if access to ``peer``'s memory failed because the peer ended; return if it is alive.
-
-        Args:
-            gone: whether the process is known to have ended; the process table may list it until its parent reaps it.
-        """
+        ``gone``: its process has ended, which the process table may list until its parent reaps it."""
         self.check(peer)
         if gone:
             raise self._failure_of(peer)
@@ -360,7 +357,7 @@ class Board:
                 f"rank {self.names[self.rank]}: waited {self._timeout:g} s for rank {self.names[peer]}, which is alive "
                 f"but did not come; see what it is doing, or raise COLLECTIVES_TIMEOUT"
             ),
-            pause=self._pause,
+            pause=self.relax,
         )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from collectives.transport.host.board import FAILED, LEFT, Board
@@ -13,20 +13,18 @@ class BoardControl:
     """`base.Control` for ranks that all share one board: entering a call writes one word and reads one per peer.
 
     Args:
-        board: shared by all ranks of the group.
         exchange: gathers every rank's value on every rank, in rank order.
     """
 
     carries = False
 
     def __init__(self, board: Board, exchange: Callable[[Any], list[Any]]) -> None:
-        self.rank = board.rank
-        self.size = board.size
+        self.rank, self.size = board.rank, board.size
+        self.exchange = exchange
         self._board = board
-        self._exchange = exchange
         # The board's own methods, because every call of them counts in a small all-reduce.
         self.enter, self.look, self.enter_and_look = board.enter, board.look, board.enter_and_look
-        self.words_of, self.tells, self.relax = board.words_of, board.tells, board.relax
+        self.words_of, self.tells, self.relax, self.missing = board.words_of, board.tells, board.relax, board.missing
 
     def agree(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool:
         self._board.enter(signature, words)
@@ -35,20 +33,11 @@ class BoardControl:
     def called(self) -> bool:
         return len(self._board.missing(upcoming=True)) < len(self._board.peers)
 
-    def missing(self) -> list[int]:
-        return self._board.missing()
-
     def check(self, *, deep: bool = False, upcoming: bool = False) -> None:
         board = self._board
         board.check(processes=deep)
         for peer in board.missing(upcoming=upcoming):
-            board.check(peer, functools.partial(self._has_entered, peer, upcoming), processes=deep)
-
-    def _has_entered(self, peer: int, upcoming: bool) -> bool:
-        return peer not in self._board.missing(upcoming=upcoming)
-
-    def exchange(self, value: Any) -> list[Any]:
-        return self._exchange(value)
+            board.check(peer, partial(board.has_entered, peer, upcoming), processes=deep)
 
     def fail(self, text: str, *, in_call: bool = False) -> None:
         self._board.mark(FAILED, text, self._board.call if in_call else 0)

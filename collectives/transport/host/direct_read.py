@@ -29,55 +29,45 @@ class DirectRead:
     Args:
         pids: the process of each rank; 0 for ranks on other hosts.
 
+    Attributes:
+        fetch, store: as of `base.MemoryTransport`; RankFailedError comes from ``explain``.
+
     Raises:
         TransportError: this system has no such calls.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
-        try:
-            # PyDLL keeps the interpreter lock: a call takes some 20 microseconds, and taking the lock back from a
-            # thread that computes in Python can take 5 ms.
-            library = ctypes.PyDLL(None, use_errno=True)
-            self._readv = library.process_vm_readv
-            self._writev = library.process_vm_writev
-        except (OSError, AttributeError) as error:
-            raise TransportError(f"this system cannot read the memory of other processes: {error}") from None
-        for call in (self._readv, self._writev):
-            call.restype = ctypes.c_ssize_t
-            call.argtypes = (
-                ctypes.c_int,
-                ctypes.c_void_p,
-                ctypes.c_ulong,
-                ctypes.c_void_p,
-                ctypes.c_ulong,
-                ctypes.c_ulong,
-            )
         self.explain: Callable[[int, bool], None] = lambda peer, gone: None
         """Called with a peer whose memory is inaccessible, and whether its process has ended; raises if the peer has
         failed."""
         self._pids = list(pids)
-        self._local = _IoVector()
-        self._remote = _IoVector()
-        self._local_at = ctypes.addressof(self._local)
-        self._remote_at = ctypes.addressof(self._remote)
+        self._local, self._remote = _IoVector(), _IoVector()
+        try:
+            # PyDLL keeps the interpreter lock: a call takes some 20 microseconds, and taking the lock back from a
+            # thread that computes in Python can take 5 ms.
+            library = ctypes.PyDLL(None, use_errno=True)
+            self.fetch = self._mover(library.process_vm_readv, "read")
+            self.store = self._mover(library.process_vm_writev, "write")
+        except (OSError, AttributeError) as error:
+            raise TransportError(f"this system cannot read the memory of other processes: {error}") from None
 
-    def fetch(self, peer: int, address: int, into: int, nbytes: int) -> None:
-        """As `base.MemoryTransport.fetch`; RankFailedError comes from `explain`."""
-        local, remote = self._local, self._remote
-        local.address, local.nbytes, remote.address, remote.nbytes = into, nbytes, address, nbytes
-        transferred = self._readv(self._pids[peer], self._local_at, 1, self._remote_at, 1, 0)
-        if transferred != nbytes:
-            self._continue(self._readv, "read", peer, transferred)
+    def _mover(self, call: ctypes._NamedFuncPointer, verb: str) -> Callable[[int, int, int, int], None]:
+        """What moves ``nbytes`` between the peer's memory at ``address`` and this rank's at ``own``: a closure, because
+        it is called for every block."""
+        vector, count = ctypes.c_void_p, ctypes.c_ulong
+        call.restype, call.argtypes = ctypes.c_ssize_t, (ctypes.c_int, vector, count, vector, count, count)
+        local, remote, pids, resume = self._local, self._remote, self._pids, self._continue
+        local_at, remote_at = ctypes.addressof(local), ctypes.addressof(remote)
 
-    def store(self, peer: int, address: int, source: int, nbytes: int) -> None:
-        """As `base.MemoryTransport.store`."""
-        local, remote = self._local, self._remote
-        local.address, local.nbytes, remote.address, remote.nbytes = source, nbytes, address, nbytes
-        transferred = self._writev(self._pids[peer], self._local_at, 1, self._remote_at, 1, 0)
-        if transferred != nbytes:
-            self._continue(self._writev, "write", peer, transferred)
+        def move(peer: int, address: int, own: int, nbytes: int) -> None:
+            local.address, local.nbytes, remote.address, remote.nbytes = own, nbytes, address, nbytes
+            transferred = call(pids[peer], local_at, 1, remote_at, 1, 0)
+            if transferred != nbytes:
+                resume(lambda: call(pids[peer], local_at, 1, remote_at, 1, 0), verb, peer, transferred)
 
-    def _continue(self, call: ctypes._NamedFuncPointer, verb: str, peer: int, transferred: int) -> None:
+        return move
+
+    def _continue(self, call: Callable[[], int], verb: str, peer: int, transferred: int) -> None:
         """Continue after a partial transfer (a signal may cause one); raise after an error."""
         local, remote = self._local, self._remote
         while True:
@@ -96,7 +86,7 @@ class DirectRead:
             local.nbytes, remote.nbytes = local.nbytes - transferred, remote.nbytes - transferred
             if local.nbytes == 0:
                 return
-            transferred = call(self._pids[peer], self._local_at, 1, self._remote_at, 1, 0)
+            transferred = call()
 
 
 def ancestors(pid: int) -> list[int]:

@@ -97,7 +97,7 @@ class MappedMemory:
         return view
 
     def address_of(self, peer: int, word: int) -> int:
-        """The address in the peer's process."""
+        """The address in the peer's process that a word tells."""
         if not word & MAPPED:
             return word
         *_, address = self._board.piece_of(peer, (word - MAPPED >> OFFSET_BITS) % PIECES)

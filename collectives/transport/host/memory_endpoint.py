@@ -31,13 +31,8 @@ _BYTE = np.dtype(np.uint8)
 
 
 class _Parts:
-    """The payload of a message that arrives in parts.
-
-    Attributes:
-        array: uint8; where the parts are gathered.
-        filled: bytes of it that have arrived.
-        into: where they are to go in the end.
-    """
+    """The payload of a message that arrives in parts: ``array``, of which ``filled`` bytes have arrived, gathers them
+    until they go ``into`` the receiver's memory."""
 
     __slots__ = ("array", "filled", "into")
 
@@ -52,8 +47,7 @@ class MemoryEndpoint:
 
     Args:
         posts: the post of each rank of the group; None for ranks on other hosts.
-        reader: reads the peers' memory; None where the system does not allow that.
-        mapped: the ranks' arenas; None where they cannot be mapped.
+        reader, mapped: None where the system does not allow direct reads, or mapping the ranks' arenas.
     """
 
     def __init__(
@@ -70,9 +64,8 @@ class MemoryEndpoint:
         place = local.index(rank)
         self._writers: dict[int, Writer] = {}
         self._readers: dict[int, Reader] = {}
-        for at, peer in enumerate(local):
-            peer_post = posts[peer]
-            if peer != rank and peer_post is not None:
+        for at, (peer, peer_post) in enumerate(zip(local, self._posts, strict=True)):
+            if peer != rank:
                 self._writers[peer] = Writer(own_post, peer_post, place, at)
                 self._readers[peer] = Reader(own_post, peer_post, place, at)
         self._waiting: dict[int, deque[Callable[[], bool]]] = {}
@@ -240,12 +233,9 @@ class MemoryEndpoint:
         self._waiting.clear()
         self._ready.clear()
         self._partial.clear()
-        for writer in self._writers.values():
-            writer.release()
-        for reader in self._readers.values():
-            reader.release()
-        for post in self._posts:
-            post.release()
+        views: list[Writer | Reader | Post] = [*self._writers.values(), *self._readers.values(), *self._posts]
+        for each in views:
+            each.release()
         self.at_once = None
         self._writers.clear()
         self._readers.clear()

@@ -48,11 +48,7 @@ def post_bytes(ranks: int) -> int:
 
 
 class Post:
-    """The post of one rank of a host, as that rank or a peer sees it.
-
-    Args:
-        memory: `post_bytes` of it; zeros at first.
-    """
+    """The post of one rank of a host, as that rank or a peer sees it; ``memory`` has `post_bytes`, zeros at first."""
 
     def __init__(self, memory: memoryview, ranks: int) -> None:
         self.words = memory[: ranks * 2 * _LINE].cast("q")
@@ -80,12 +76,8 @@ class Post:
 
 
 class Writer:
-    """Puts records into this rank's ring for one peer.
-
-    Args:
-        own_post, peer_post: those of this rank and of the peer.
-        place, peer: the places of this rank and the peer among the ranks of the host.
-    """
+    """Puts records into this rank's ring for one peer; ``place`` and ``peer`` are the places of this rank and the peer
+    among the ranks of the host."""
 
     def __init__(self, own_post: Post, peer_post: Post, place: int, peer: int) -> None:
         self._ring = own_post.ring(peer)
@@ -108,7 +100,6 @@ class Writer:
         """Publish a record; returns False if there is no room for it at present.
 
         Args:
-            kind: greater than 0.
             numbers: six of them.
             further: more of them, for the reader to know how many.
             payload: bytes, or an array of uint8; behind the numbers.

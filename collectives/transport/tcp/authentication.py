@@ -40,11 +40,7 @@ _packed = struct.Struct("<Q").pack
 
 
 class Seal:
-    """Seals the frames of one direction of a connection, or verifies them.
-
-    Attributes:
-        number: of the next frame.
-    """
+    """Seals the frames of one direction of a connection, or verifies them; ``number`` is the next frame's."""
 
     __slots__ = ("_begin", "number")
 
@@ -67,11 +63,7 @@ class Seal:
 
 
 class Connection(socket.socket):
-    """A socket whose other side has proved the key.
-
-    Attributes:
-        sent, received: the seals of the two directions.
-    """
+    """A socket whose other side has proved the key, and the seals of the two directions."""
 
     sent: Seal
     received: Seal
@@ -83,11 +75,8 @@ def make_key() -> bytes:
 
 
 async def prove(sock: Connection, key: bytes, hello: bytes) -> None:
-    """Prove the key to the side that was dialled, and have it prove the same.
-
-    Args:
-        sock: connected, non-blocking; gets its seals.
-        hello: at most `MOST_HELLO` bytes.
+    """Prove the key to the side that was dialled, and have it prove the same; the socket, which is connected and
+    non-blocking, gets its seals. The hello has at most `MOST_HELLO` bytes.
 
     Raises:
         TransportError: the other side is no process of this job.

@@ -1,10 +1,9 @@
 """A listening socket that hands over the connections of processes that have proved that they hold the job's key.
 
 Everything else is refused: it has a few seconds and a few bytes. Where there is a crowd, a connection of the source
-that has most of them is dropped, at random: a source that opens more loses its own, and all connections of a source
-have the same chance, however long their packets travel. A connection that is dropped because room or
-time has run out, or because the listener ends, is reset, and one whose proof is wrong is closed, so that the side that
-dials can tell whether to try again.
+that has most of them is dropped, at random: a source that opens more loses its own. A connection that is dropped
+because room or time has run out, or because the listener ends, is reset, and one whose proof is wrong is closed, so
+that the side that dials can tell whether to try again.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from collectives.base.errors import TransportError
 from collectives.base.logging import logger
@@ -37,6 +36,14 @@ _BACKLOG = 512
 _PAUSE = 0.1
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER with which a closed socket is reset."""
+
+
+class _Unproved(NamedTuple):
+    """What is known of a connection that has not proved the key."""
+
+    source: str
+    verification: Verification
+    timer: asyncio.TimerHandle
 
 
 class Listener:
@@ -64,7 +71,7 @@ class Listener:
         self._paused: asyncio.TimerHandle | None = None
         self._unproved: dict[Connection, _Unproved] = {}
         self._refused = 0
-        service.owns(self._socket)
+        service.sockets.add(self._socket)
         service.call(service.loop.add_reader, self._socket, self._accept)
 
     def _accept(self) -> None:
@@ -76,7 +83,7 @@ class Listener:
             self._paused = self._loop.call_later(_PAUSE, self._loop.add_reader, self._socket, self._accept)
             return
         sock = Connection(fileno=accepted.detach())
-        self._service.owns(sock)
+        self._service.sockets.add(sock)
         sock.setblocking(False)
         if len(self._unproved) >= MOST_UNPROVED:
             self._make_room()
@@ -143,14 +150,6 @@ class Listener:
             sock.close()
 
 
-class _Unproved(NamedTuple):
-    """What is known of a connection that has not proved the key."""
-
-    source: str
-    verification: Verification
-    timer: asyncio.TimerHandle
-
-
 def _reset_when_closed(sock: socket.socket) -> None:
     with suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -159,10 +158,8 @@ def _reset_when_closed(sock: socket.socket) -> None:
 async def dial(
     service: Service, host: str, port: int, key: bytes, hello: bytes, connect_within: float = DIAL_WITHIN
 ) -> Connection:
-    """Connect to a listener and prove the key; to be run in the service's thread.
-
-    Returns:
-        The connection, non-blocking, TCP_NODELAY.
+    """Connect to a listener and prove the key; to be run in the service's thread. The connection is non-blocking, with
+    TCP_NODELAY.
 
     Raises:
         TimeoutError: no answer within ``connect_within`` seconds.
@@ -175,14 +172,12 @@ async def dial(
     sock = await _connect(service, host, port, connect_within)
     try:
         await asyncio.wait_for(prove(sock, key, hello), DIAL_WITHIN)
-    except EOFError:
+    except BaseException as error:
         sock.close()
-        raise ConnectionAbortedError("the connection was closed before the key was proved") from None
-    except asyncio.TimeoutError:
-        sock.close()
-        raise ConnectionAbortedError(f"connected, but the key was not proved within {DIAL_WITHIN:g} s") from None
-    except BaseException:
-        sock.close()
+        if isinstance(error, EOFError):
+            raise ConnectionAbortedError("the connection was closed before the key was proved") from None
+        if isinstance(error, asyncio.TimeoutError):
+            raise ConnectionAbortedError(f"connected, but the key was not proved within {DIAL_WITHIN:g} s") from None
         raise
     return sock
 
@@ -190,27 +185,24 @@ async def dial(
 async def _connect(service: Service, host: str, port: int, seconds: float) -> Connection:
     """A connection to the first address of a name at which a process listens."""
     loop = asyncio.get_running_loop()
-    *others, last = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for family, kind, protocol, _, address in others:
-        with suppress(OSError):
-            return await _connect_to(service, Connection(family, kind, protocol), address, seconds)
-    family, kind, protocol, _, address = last
-    return await _connect_to(service, Connection(family, kind, protocol), address, seconds)
-
-
-async def _connect_to(service: Service, sock: Connection, address: tuple[Any, ...], seconds: float) -> Connection:
-    try:
-        service.owns(sock)
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, address), seconds)
-        return sock
-    except asyncio.TimeoutError:  # is no OSError before Python 3.11
-        sock.close()
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
-    except BaseException:
-        sock.close()
-        raise
+    addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for place, (family, kind, protocol, _, address) in enumerate(addresses, 1):
+        sock = Connection(family, kind, protocol)
+        service.sockets.add(sock)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.wait_for(loop.sock_connect(sock, address), seconds)
+            return sock
+        except BaseException as error:
+            sock.close()
+            late = isinstance(error, asyncio.TimeoutError)  # which is no OSError before Python 3.11
+            if place < len(addresses) and (late or isinstance(error, OSError)):
+                continue
+            if late:
+                raise TimeoutError(f"no answer within {seconds:g} s") from None
+            raise
+    raise OSError(f"{host} has no address")
 
 
 def _source(address: str) -> str:

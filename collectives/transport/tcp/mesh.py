@@ -2,8 +2,7 @@
 
 A connection belongs to a *channel*: a text that both ends know. Of two ranks that open a channel to each other the
 higher dials and waits for no rank, because connections are accepted by a thread of their own; the lower takes the
-connection that arrives. So ranks may open channels in any order: the highest waits for none, and the others only for
-higher ones.
+connection that arrives. So ranks may open channels in any order.
 """
 
 from __future__ import annotations

@@ -83,16 +83,12 @@ def address_of(setting: str) -> str:
 
 
 def address_towards(host: str) -> str:
-    """The address of this host from which packets to ``host`` leave; sends none.
-
-    Raises:
-        OSError: the name is unknown, or there is no route.
-    """
+    """The address of this host from which packets to ``host`` leave; sends none. OSError: the name is unknown, or there
+    is no route."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
-        own_address: str = probe.getsockname()[0]
-        return own_address
+        return str(probe.getsockname()[0])
 
 
 def is_loopback(address: str) -> bool:

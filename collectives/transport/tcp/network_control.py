@@ -87,13 +87,12 @@ class NetworkControl:
     def __init__(
         self, channel: ControlChannel, words: Words, exchange: Callable[[Any], list[Any]], board: Board | None
     ) -> None:
-        self.rank = channel.rank
-        self.size = channel.size
+        self.rank, self.size = channel.rank, channel.size
         self.carries = words.carries
         self._channel = channel
         self._names = channel.names
         self._words = words
-        self._exchange = exchange
+        self.exchange = exchange
         self._board = board
         self._call = 0
         self._waits = False
@@ -103,6 +102,7 @@ class NetworkControl:
         self._has_failed = False
         # The words' own method, because every call of it counts in a small all-reduce.
         self.words_of = words.of
+        self.relax = backoff.yield_core
 
     def enter(self, signature: int, words: Sequence[int] | memoryview = ()) -> None:
         self._call = call = self._call + 1
@@ -141,14 +141,8 @@ class NetworkControl:
             return []
         return [peer for peer in range(self.size) if peer != self.rank and self._channel.here.get(peer, 0) < self._call]
 
-    def relax(self) -> None:
-        backoff.yield_core()
-
     def tells(self, expected: Sequence[tuple[int, int, int]]) -> bool:
         return all(list(self.words_of(peer)[:2]) == [first, second] for peer, first, second in expected)
-
-    def exchange(self, value: Any) -> list[Any]:
-        return self._exchange(value)
 
     def fail(self, text: str, *, in_call: bool = False) -> None:
         self._has_failed = True

@@ -1,7 +1,5 @@
-"""A thread with an event loop, for what must happen on sockets while the program computes.
-
-Connections are accepted and proved there, beats are sent, values of a store are handed out. The words of a round and
-the blocks of collectives are not moved there, but by the thread that waits for them.
+"""A thread with an event loop, for what must happen on sockets while the program computes: connections are accepted and
+proved, beats sent, values of a store handed out. Words and blocks are moved by the thread that waits for them.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ _services: weakref.WeakSet[Service] = weakref.WeakSet()
 class Running(Generic[T]):
     """A coroutine in a service's thread.
 
-    A `concurrent.futures.Future` would not do: an interrupt can leave its lock taken, and the service's thread would
-    then wait for the lock for ever.
+    Not a `concurrent.futures.Future`, whose lock an interrupt can leave taken: the service's thread would then wait for
+    the lock for ever.
     """
 
     def __init__(self, service: Service, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -40,7 +38,6 @@ class Running(Generic[T]):
         self._finished = WakeUp()
 
     def begin(self) -> None:
-        """In the service's thread."""
         self._task = self._service.loop.create_task(self._coroutine)
         self._service.tasks.add(self._task)
         self._task.add_done_callback(self._end)
@@ -56,7 +53,7 @@ class Running(Generic[T]):
         return self._task is not None and self._task.done()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it is done, at most so long; for one thread. Returns whether it is."""
+        """Wait for it, at most so long; for one thread. Returns whether it is done."""
         return self.done() or self._finished.wait(seconds)
 
     def result(self) -> T:
@@ -79,15 +76,16 @@ class Running(Generic[T]):
 class Service:
     """An event loop in a daemon thread. The methods may be called from any thread.
 
-    Sockets that belong to it are closed in forked children: a connection would otherwise stay open after the death of
-    this process, for as long as a child of it lives.
+    Its sockets are closed in forked children: a connection would otherwise stay open after the death of this process,
+    for as long as a child of it lives.
     """
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         # What the loop looks names up with; its threads count as threads that submit nothing, by their name.
         self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1, _THREAD_NAME))
-        self._sockets: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.sockets: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Which are closed in forked children."""
         self.tasks: set[asyncio.Task[Any]] = set()
         """Of the coroutines that run: the loop refers to them weakly."""
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
@@ -115,11 +113,8 @@ class Service:
         return running
 
     def run(self, coroutine: Coroutine[Any, Any, T], seconds: float, check: Callable[[], object] = lambda: None) -> T:
-        """Run a coroutine in the thread, and wait for it; cancel it when the wait ends without its result.
-
-        Args:
-            seconds: to wait at most.
-            check: called now and then; what it raises ends the wait, as an interrupt does.
+        """Run a coroutine in the thread, and wait for it, for a bounded time; cancel it when the wait ends without its
+        result. What ``check`` raises, which is called now and then, ends the wait, as an interrupt does.
 
         Raises:
             TimeoutError: it was not done in time.
@@ -140,10 +135,6 @@ class Service:
         """Call a function in the thread; does not wait for it."""
         self.loop.call_soon_threadsafe(function, *arguments)
 
-    def owns(self, sock: Any) -> None:
-        """Have a socket closed in forked children."""
-        self._sockets.add(sock)
-
     def close(self) -> None:
         """Cancel all coroutines, and end the thread."""
         if os.getpid() != self._process or not self._thread.is_alive():
@@ -160,16 +151,13 @@ class Service:
         await asyncio.wait(tasks, timeout=_END_WITHIN / 2) if tasks else None
         self.loop.stop()
 
-    def after_fork(self) -> None:
-        """In a forked child: close its copies of the sockets."""
-        for sock in list(self._sockets):
+
+def _close_copies() -> None:
+    """In a forked child."""
+    for service in list(_services):
+        for sock in list(service.sockets):
             with suppress(OSError):
                 sock.close()
 
 
-def _after_fork_in_child() -> None:
-    for service in list(_services):
-        service.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_close_copies)

@@ -50,10 +50,8 @@ class _Connection:
     """One connection, which carries envelopes in one direction.
 
     Attributes:
-        peer: the rank at its other end.
-        dialled: whether this rank sends the envelopes.
         sock: None before it is connected, and after it was closed.
-        dialling: of a connection that is being dialled.
+        dialling: of a connection that this rank dials, and sends its envelopes by.
         outgoing: bytes to send, each with the message that is done when they are sent.
         announced: by number: messages of this rank that the peer has not accepted yet.
         accepted: by number: messages of the peer that this rank has accepted, and where they go.
@@ -62,10 +60,9 @@ class _Connection:
         interest: the events that are polled for.
     """
 
-    def __init__(self, peer: int, dialled: bool) -> None:
-        self.peer, self.dialled = peer, dialled
+    def __init__(self, peer: int, dialling: Running[Connection] | None = None) -> None:
+        self.peer, self.dialling = peer, dialling
         self.sock: socket.socket | None = None
-        self.dialling: Running[Connection] | None = None
         self.outgoing: deque[tuple[memoryview, Outgoing | None]] = deque()
         self.announced: dict[int, Outgoing] = {}
         self.accepted: dict[int, tuple[Incoming, memoryview]] = {}
@@ -78,18 +75,12 @@ class _Connection:
 
 
 class TcpEndpoint:
-    """`point_to_point.Endpoint` over TCP.
-
-    Args:
-        links: of the group.
-        names: the ranks' numbers in messages.
-    """
+    """`point_to_point.Endpoint` over TCP; ``names`` are the ranks' numbers in messages."""
 
     def __init__(self, links: Links, names: Sequence[int]) -> None:
         self.arrived: Callable[[Incoming], object] = lambda message: None
         self.at_once: AtOnce | None = None
-        self._links = links
-        self._names = names
+        self._links, self._names = links, names
         self._dialled: dict[int, _Connection] = {}
         """By peer."""
         self._dialling: list[_Connection] = []
@@ -108,8 +99,8 @@ class TcpEndpoint:
     def send(self, message: Outgoing) -> None:
         connection = self._dialled.get(message.peer)
         if connection is None:
-            connection = self._dialled[message.peer] = _Connection(message.peer, dialled=True)
-            connection.dialling = self._links.begin_dial(message.peer, _CHANNEL)
+            connection = _Connection(message.peer, self._links.begin_dial(message.peer, _CHANNEL))
+            self._dialled[message.peer] = connection
             self._dialling.append(connection)
         if connection.closed:
             self._lose_transfers(message.peer, [message])
@@ -160,7 +151,7 @@ class TcpEndpoint:
     def poll(self) -> None:
         while self._accepted:
             peer, sock = self._accepted.popleft()
-            self._open(_Connection(peer, dialled=False), sock)
+            self._open(_Connection(peer), sock)
         if self._dialling:
             self._dialling = [connection for connection in self._dialling if not self._has_dialled(connection)]
         for descriptor, events in self._poll.poll(0):
@@ -210,8 +201,8 @@ class TcpEndpoint:
                 if connection.arriving is not None:
                     count = sock.recv_into(connection.rest)
                     connection.rest = connection.rest[count:]
-                    if count and not connection.rest:
-                        self._arrived_whole(connection)
+                    if count:
+                        self._end_payload(connection)
                 else:
                     buffer, start, end = connection.buffer, connection.start, connection.end
                     if start:
@@ -272,13 +263,14 @@ class TcpEndpoint:
         into[:count] = connection.buffer[connection.start : connection.start + count]
         connection.start += count
         connection.rest = into[count:]
-        if not connection.rest:
-            self._arrived_whole(connection)
+        self._end_payload(connection)
 
-    def _arrived_whole(self, connection: _Connection) -> None:
-        message, connection.arriving = connection.arriving, None
-        assert message is not None
-        message.end()
+    def _end_payload(self, connection: _Connection) -> None:
+        """End the message that arrives, if all of it is there."""
+        message = connection.arriving
+        if message is not None and not connection.rest:
+            connection.arriving = None
+            message.end()
 
     def receive(self, message: Incoming, into: Array) -> None:
         payload = message.payload

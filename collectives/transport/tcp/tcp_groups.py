@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from collectives.base.config import Config
@@ -37,16 +36,19 @@ def connect(
 
     Raises:
         TransportError: a rank cannot be reached.
-        CollectiveTimeoutError: not every rank came within ``config.timeout``.
-        MismatchError: the ranks have different settings.
-        RankFailedError: a rank failed meanwhile.
         InvalidArgumentError: there is no such network interface.
+        MismatchError, RankFailedError, CollectiveTimeoutError: as `make_group`.
     """
     mesh = Mesh(exchange, rank, key, interface=config.network_interface)
     heart, all_ranks = None, range(mesh.size)
     try:
         heart = Heart(mesh, config.peer_timeout, config.timeout, check)
-        wiring = TcpWiring(mesh, heart, OUTERMOST, all_ranks, config, partial(_end, mesh, heart), check)
+
+        def end(quiet: bool) -> None:
+            heart.close()
+            mesh.close()
+
+        wiring = TcpWiring(mesh, heart, OUTERMOST, all_ranks, config, end, check)
         wiring.watch(check)  # the heart does not listen yet: a rank that cannot connect is no rank that has died
         wiring.channel.exchange(None)
         heart.start()
@@ -58,18 +60,12 @@ def connect(
         raise
 
 
-def _end(mesh: Mesh, heart: Heart, quiet: bool) -> None:
-    heart.close()
-    mesh.close()
-
-
 class TcpWiring:
     """`assembly.Wiring` over TCP.
 
     Args:
         mesh, heart: of all ranks of the job.
-        group: the group's name, different from any other group's of the job.
-        members: the group's ranks, as ranks of the mesh.
+        group, members: as of `Links`.
         end: called with `close`'s argument when the group is closed.
         check: looks for failures while the group's ranks connect; by default among its own notices.
     """

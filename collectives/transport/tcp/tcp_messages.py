@@ -38,13 +38,8 @@ _READ, _WRITE = select.POLLIN, select.POLLOUT
 
 
 class Arrival:
-    """A message that is being received.
-
-    Attributes:
-        nbytes: of the message.
-        left: bytes that have not arrived yet.
-        divided: whether it comes by several lanes, so that its first bytes may not be the first to arrive.
-    """
+    """A message that is being received, of which ``left`` bytes have not arrived yet; ``divided``: it comes by several
+    lanes, so that its first bytes may not be the first to arrive."""
 
     __slots__ = ("divided", "left", "nbytes")
 
@@ -68,20 +63,12 @@ class _Lane:
 
 
 class TcpMessages:
-    """`base.MessageTransport` over TCP.
-
-    Args:
-        channel: of the group.
-        links: of the group.
-        lanes: connections with each peer; the same on all ranks.
-    """
+    """`base.MessageTransport` over TCP, with so many ``lanes`` to each peer, the same on all ranks."""
 
     name = "tcp"
 
     def __init__(self, channel: TcpChannel, links: Links, lanes: int = 1) -> None:
-        self._channel = channel
-        self._links = links
-        self._count = lanes
+        self._channel, self._links, self._count = channel, links, lanes
         self._lanes: dict[int, list[_Lane]] = {}
         self._active: dict[_Lane, None] = {}
         """Lanes that have something to carry, in the order in which they got it."""
@@ -115,7 +102,6 @@ class TcpMessages:
             self._until(lambda: not self._active, "a block from or to another rank")
 
     def close(self) -> None:
-        """Close the lanes."""
         lanes = [lane.sock for lanes in self._lanes.values() for lane in lanes if lane.sock is not None]
         close_all(lanes, CLOSE_WITHIN)
         self._lanes.clear()
@@ -171,8 +157,10 @@ class TcpMessages:
         """Send and receive what can be. Returns whether any byte moved."""
         moved = False
         for lane in list(self._active):
-            if lane.sock is None and not self._connect(lane):
-                continue
+            if lane.sock is None:
+                lane.sock = self._links.take(lane.peer, f"{_CHANNEL}{lane.number}")
+                if lane.sock is None:
+                    continue
             if lane.outgoing and self._send(lane):
                 moved = True
             if lane.incoming and self._receive(lane):
@@ -180,10 +168,6 @@ class TcpMessages:
             if not (lane.outgoing or lane.incoming):
                 del self._active[lane]
         return moved
-
-    def _connect(self, lane: _Lane) -> bool:
-        lane.sock = self._links.take(lane.peer, f"{_CHANNEL}{lane.number}")
-        return lane.sock is not None
 
     def _send(self, lane: _Lane) -> bool:
         sock, outgoing = lane.sock, lane.outgoing

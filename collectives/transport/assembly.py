@@ -43,8 +43,8 @@ class Wiring(Protocol):
     def words(self) -> Words:
         """What gathers the words of a round; made for groups that need it, alike on all ranks."""
 
-    def hosts(self, local_size: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host: ``local_size`` consecutive ranks on each, or, if that is 0, as they are."""
+    def identities(self) -> Sequence[str]:
+        """Each rank's host, as `network.identity` has it; called by all ranks of the group."""
 
     def watch(self, check: Callable[[], object]) -> None:
         """Have ``check`` called during every wait; an exception from it ends the wait."""
@@ -91,7 +91,9 @@ def make_group(
         configs = channel.exchange(config)
         _compare_settings(numbers[channel.rank], configs)
         config = config.with_those_of(configs[0])
-        hosts = wiring.hosts(config.local_size)
+        host_size = config.local_size  # consecutive ranks; 0: as they are
+        identities = [str(rank // host_size) for rank in range(channel.size)] if host_size else wiring.identities()
+        hosts = _hosts_of(identities)
         local = next(host for host in hosts if channel.rank in host)
         wiring = wiring.settled(hosts, config)
         wiring.watch(check_all)
@@ -111,13 +113,8 @@ def make_group(
         raise
 
 
-def blocks_of(size: int, local_size: int) -> tuple[tuple[int, ...], ...]:
-    """Hosts of ``local_size`` consecutive ranks each; the last may have fewer."""
-    return tuple(tuple(range(first, min(first + local_size, size))) for first in range(0, size, local_size))
-
-
-def hosts_of(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, from what each rank says of its own (`network.identity`)."""
+def _hosts_of(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host."""
     ranks: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):
         ranks.setdefault(identity, []).append(rank)

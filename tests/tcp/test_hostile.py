@@ -37,6 +37,10 @@ def test_what_is_changed_between_two_ranks_is_not_used(name: str, tmp_path: Path
     print(tampering.attacked(name, partial(tampering.on_path, attack, tmp_path), tmp_path, attack.borne))
 
 
+def store_with_service(server: StoreServer) -> Store:
+    return Store(*server.address, KEY, 20, Service())
+
+
 @pytest.mark.parametrize("kind", ["torch's", "own"])
 def test_who_reaches_the_store_gets_between_no_ranks(kind: str, tmp_path: Path) -> None:
     """It says where rank 0 listens, and is not believed; it was, and relayed connections that were then trusted."""
@@ -44,7 +48,7 @@ def test_who_reaches_the_store_gets_between_no_ranks(kind: str, tmp_path: Path) 
     try:
         if kind == "own":
             server = StoreServer(service, "127.0.0.1", 0, KEY)
-            store_of: Any = partial(Store, *server.address, KEY, 20)
+            store_of: Any = partial(store_with_service, server)
         else:
             torch = pytest.importorskip("torch.distributed")
             limit = timedelta(seconds=20)

@@ -22,7 +22,7 @@ from collectives.base.errors import (
 from collectives.engine.messages.matching import ANY_SOURCE
 from collectives.engine.messages.transfers import Transfers
 from collectives.transport.threads import thread_groups
-from collectives.transport.threads.thread_endpoint import ThreadEndpoint
+from collectives.transport.threads.thread_groups import ThreadEndpoint
 from collectives.worlds.world import World
 from tests.support.scenarios.point_to_point import LARGE, SCENARIOS, Program, programs, run_program
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
-from collectives.transport.mpi.channel import Channel
+from collectives.transport.mpi.channel import Channel, MpiWords
 from collectives.transport.mpi.mpi_messages import MpiMessages
-from collectives.transport.mpi.mpi_words import MpiWords
 from collectives.transport.tcp.notices import Notice
 
 

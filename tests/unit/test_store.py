@@ -116,8 +116,8 @@ def test_keys_and_values_have_bounds(client: Callable[..., Store], monkeypatch: 
     one.set("a", bytes(50))
 
 
-def test_a_client_without_the_key_is_refused(server: StoreServer) -> None:
-    stranger = Store(*server.address, make_key(), 5)
+def test_a_client_without_the_key_is_refused(server: StoreServer, service: Service) -> None:
+    stranger = Store(*server.address, make_key(), 5, service)
     try:
         with pytest.raises(TransportError, match="refused"):
             stranger.connect()

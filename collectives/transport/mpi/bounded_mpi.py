@@ -1,14 +1,14 @@
 """Bounded waiting for MPI: requests are posted and tested, and calls without that form run in a separate thread.
 
-An interrupt, a failed peer or the bound ends a wait, never the call itself: a rank whose program continues after an
-exception does not leave its peers inside a call of MPI.
+An interrupt, a failed peer or the bound ends a wait, never the call itself: a rank that goes on after an exception does
+not leave its peers inside a call of MPI.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 from collectives.base.bounded_call import Call
@@ -35,24 +35,19 @@ class Waiter:
 
     Args:
         rank: this rank's number in messages.
-        timeout: seconds.
 
     Attributes:
         check: called between two tests of a request; an exception from it ends the wait.
     """
 
     def __init__(self, rank: int, timeout: float) -> None:
-        self._rank = rank
-        self._timeout = timeout
+        self._rank, self._timeout = rank, timeout
         self._calls: list[Call[Any]] = []
         """Calls without a key whose results no caller has received."""
         self.check: Callable[[], object] = lambda: None
 
     def wait(self, request: MPI.Request, what: str) -> None:
-        """Wait until the request is complete.
-
-        Args:
-            what: names the event in errors.
+        """Wait until the request is complete; ``what`` names the event in errors.
 
         Raises:
             CollectiveTimeoutError: it did not complete in time.
@@ -60,12 +55,6 @@ class Waiter:
             TransportError: MPI reported an error, and every peer is alive.
         """
         self.until(request.Test, what)
-
-    def wait_all(self, requests: Sequence[MPI.Request], what: str) -> None:
-        """`wait` for all of several requests."""
-        from mpi4py import MPI
-
-        self.until(lambda: bool(MPI.Request.Testall(requests)), what)
 
     def until(self, done: Callable[[], bool], what: str) -> None:
         """`wait` until ``done()``, which calls MPI."""
@@ -82,7 +71,6 @@ class Waiter:
 
         Args:
             function: blocks at most until every rank calls it too.
-            what: names the event in errors.
             key: identifies the call: until `forget`, another `call` with this key waits for the same one, so that an
                 exception here does not put this rank out of step with its peers. None: the call is made once.
 
@@ -137,11 +125,7 @@ def forget(key: Hashable) -> None:
 
 def barrier_then(barrier: Callable[[], MPI.Request], function: Callable[[], Any], within: float = math.inf) -> Any:
     """Run ``function`` once every rank has entered the barrier; sleeps until then, where a blocking call of MPI would
-    occupy a core.
-
-    Raises:
-        CollectiveTimeoutError: ``within`` seconds have passed.
-    """
+    occupy a core. CollectiveTimeoutError: ``within`` seconds have passed."""
     request = barrier()
     begun = time.monotonic()
     while not any(request.Test() for _ in range(_TESTS)):

@@ -1,7 +1,7 @@
-"""A group's own MPI communicator: exchanges of values, and notices that a rank gives about itself.
+"""A group's own MPI communicator: exchanges of values, the words of a call, and notices that a rank gives about itself.
 
-Both are requests that are posted and tested. Exchanges are collective. A notice (the rank has failed, leaves, or waits
-in a call) arrives at any time, and is read during every wait.
+All are requests that are posted and tested. Exchanges and words are collective. A notice (the rank has failed, leaves,
+or waits in a call) arrives at any time, and is read during every wait.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from collectives.base.errors import RankFailedError
 from collectives.base.interchange import from_json, to_json
 from collectives.transport import backoff
+from collectives.transport.base import Array
 from collectives.transport.mpi.bounded_mpi import Waiter
 from collectives.transport.tcp.notices import Notice, Notices
 
@@ -24,6 +25,8 @@ _LEAVE_BYTES = 32
 _NOTICE_BYTES = 2000
 """Few enough that every MPI sends them eagerly, whether or not the receiver is inside MPI."""
 _SAY_GOODBYE_WITHIN = 1.0
+_RECORD = 3
+"""Words of a record: the token, and as many of the words that travel with it as fit."""
 
 _open: set[Channel] = set()
 """Channels whose memory MPI may still write to: posted requests may complete although they are not waited for."""
@@ -38,15 +41,13 @@ class User(Protocol):
 
 
 class _Posted:
-    """A notice that is being sent or received, or a collective. It is kept before it is posted, so that its memory
-    outlives a request that an interrupt keeps from being stored; without a request it never completes."""
+    """A notice on its way, or a collective. It is kept before it is posted, so that its memory outlives a request that
+    an interrupt keeps from being stored; without a request it never completes."""
 
     __slots__ = ("data", "peer", "request", "tag")
 
     def __init__(self, data: Any, peer: int = -1, tag: int = -1) -> None:
-        self.data = data
-        self.peer = peer
-        self.tag = tag
+        self.data, self.peer, self.tag = data, peer, tag
         self.request: MPI.Request | None = None
 
     def complete(self) -> bool:
@@ -54,12 +55,7 @@ class _Posted:
 
 
 class Channel:
-    """One rank's end of the communicator. Not thread-safe.
-
-    Args:
-        comm: owned by the channel.
-        timeout: seconds that a wait may last.
-        names: the ranks' numbers in messages.
+    """`network_control.ControlChannel` through a communicator, which it owns. Not thread-safe.
 
     Attributes:
         waiter: waits for requests on the communicator, and reads notices meanwhile.
@@ -68,10 +64,8 @@ class Channel:
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, names: Sequence[int]) -> None:
-        self.comm = comm
-        self.rank = comm.Get_rank()
-        self.size = comm.Get_size()
-        self.names = names
+        self.comm, self.names = comm, names
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.waiter = Waiter(names[self.rank], timeout)
         self.waiter.check = self.look_for_failures
         self.failed: dict[int, str] = {}
@@ -135,12 +129,9 @@ class Channel:
                 self._sent[-1].request = self.comm.Isend(data, peer, notice)
 
     def leave(self, calls: int) -> None:
-        """Notify every other rank that this one has left after ``calls`` calls, and post receives for the same from
-        them.
-
-        A peer may leave long after this rank has ceased to poll. A posted receive takes its notice even while MPI is
-        being finalised, which would otherwise find unexpected messages.
-        """
+        """Tell every other rank that this one has left, and post receives for the same from them: a peer may leave long
+        after this rank has ceased to poll, and a posted receive takes its notice even while MPI is being finalised,
+        which would otherwise find unexpected messages."""
         if self._has_left:
             return
         if self.notices is not None:
@@ -155,7 +146,6 @@ class Channel:
             self._arriving[-1].request = self.comm.Irecv(text, peer, Notice.LEFT)
 
     def departed(self) -> set[int]:
-        """As of `network_control.ControlChannel`."""
         self._read_notices()
         return self.left.keys() | self._gone
 
@@ -196,10 +186,7 @@ class Channel:
 
     def quiet(self) -> bool:
         """Drain notices for a bounded time. Returns True if every rank has left or failed, so that none remain in
-        flight.
-
-        An unread notice would be received on a later communicator to which MPI gives the same context number.
-        """
+        flight."""
         return backoff.poll(self._all_said_goodbye, _SAY_GOODBYE_WITHIN)
 
     def _all_said_goodbye(self) -> bool:
@@ -226,3 +213,66 @@ class Channel:
         if not all(posted.complete() for posted in self._collectives):
             return False
         return not self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+
+class MpiWords:
+    """`network_control.Words` through MPI: an allgather of records of three words, and a second one for more."""
+
+    carries = False
+
+    def __init__(self, channel: Channel) -> None:
+        self.same = False
+        self._channel = channel
+        self._record = np.zeros(_RECORD, np.int64)
+        self._records = np.zeros((channel.size, _RECORD), np.int64)
+        channel.kept += [self._record, self._records]
+        channel.users.append(self)
+        self._all_words: Array = self._records[:, 1:]
+        self._posted: Sequence[int] | memoryview = ()
+        self._request: MPI.Request | None = None
+        self.busy = False
+        """Whether this rank has entered a round that has not ended."""
+
+    def post(self, token: int, words: Sequence[int] | memoryview) -> None:
+        self._posted = words
+        self._record[0] = token
+        short = words[: _RECORD - 1]
+        self._record[1 : 1 + len(short)] = short
+        self.busy = True  # an interrupt may come before there is a request
+        self._request = self._channel.comm.Iallgather(self._record, self._records)
+
+    def test(self, spin: bool) -> bool:
+        if self._request is not None:
+            if not self._request.Test():
+                return False
+            self._request = None
+            self._read_records()
+        return True
+
+    def wait(self) -> None:
+        if self._request is not None:
+            self._channel.waiter.wait(self._request, "every rank to enter the call")
+            self._request = None
+            self._read_records()
+
+    def of(self, peer: int) -> Sequence[int]:
+        words: list[int] = self._all_words[peer].tolist()
+        return words
+
+    def _read_records(self) -> None:
+        """Compare the records of all ranks, and gather the words that do not fit into them."""
+        self.busy = False
+        records, words = self._records, self._posted
+        self.same = bool((records[:, 0] == self._record[0]).all())
+        if not self.same:
+            return
+        self._all_words = records[:, 1 : 1 + min(len(words), _RECORD - 1)]
+        if len(words) > _RECORD - 1:
+            own_words = np.array(words, np.int64)
+            all_words = np.empty((self._channel.size, len(own_words)), np.int64)
+            self._channel.gather(
+                (own_words, all_words),
+                lambda: self._channel.comm.Iallgather(own_words, all_words),
+                "every rank's sizes",
+            )
+            self._all_words = all_words

@@ -34,11 +34,7 @@ _HEADER = struct.Struct("<5q")
 
 
 class MpiEndpoint:
-    """`point_to_point.Endpoint` through MPI.
-
-    Args:
-        channel: of the group, whose communicator it uses.
-    """
+    """`point_to_point.Endpoint` through the communicator of a channel."""
 
     def __init__(self, channel: Channel) -> None:
         from mpi4py import MPI
@@ -63,10 +59,8 @@ class MpiEndpoint:
     def send(self, message: Outgoing) -> None:
         array, shape = message.array, message.shape
         eager = array.nbytes <= EAGER_BYTES
-        payload_tag = 0
-        if not eager:
-            self._numbers += 1
-            payload_tag = _FIRST_PAYLOAD_TAG + self._numbers % self._payload_tags
+        self._numbers += not eager
+        payload_tag = 0 if eager else _FIRST_PAYLOAD_TAG + self._numbers % self._payload_tags
         payload = array.view(np.uint8)
         header = _HEADER.pack(message.tag, payload_tag, array.nbytes, DTYPE_CODE[SUPPORTED[array.dtype]], len(shape))
         envelope = header + struct.pack(f"<{len(shape)}q", *shape) + (payload.tobytes() if eager else b"")

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 from collectives.base.config import Config
 from collectives.base.errors import InvalidTypeError, TransportError
-from collectives.transport.assembly import Wiring, blocks_of, hosts_of, make_group
+from collectives.transport.assembly import Wiring, make_group
 from collectives.transport.group import Group
 from collectives.transport.mpi.bounded_mpi import Waiter, barrier_then, forget
-from collectives.transport.mpi.channel import Channel
+from collectives.transport.mpi.channel import Channel, MpiWords
 from collectives.transport.mpi.mpi_endpoint import MpiEndpoint
 from collectives.transport.mpi.mpi_messages import MpiMessages
-from collectives.transport.mpi.mpi_words import MpiWords
 from collectives.transport.tcp import network
 
 if TYPE_CHECKING:
@@ -42,9 +41,7 @@ def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
 
     Raises:
         TransportError: MPI may not be called from several threads.
-        CollectiveTimeoutError: not every rank came within ``config.timeout``.
-        MismatchError: the ranks have different settings.
-        RankFailedError: a rank failed meanwhile.
+        MismatchError, RankFailedError, CollectiveTimeoutError: as `make_group`.
     """
     from mpi4py import MPI
 
@@ -80,16 +77,12 @@ class MpiWiring:
     """`assembly.Wiring` through a communicator, which the channel owns.
 
     Args:
-        timeout: seconds that a wait may last.
         group: the name of a part of another group, for its notices; empty for the outermost group.
         watched: the heart of the outermost group, which a part of it uses.
     """
 
     def __init__(self, channel: Channel, timeout: float, group: str = "", watched: MpiHeart | None = None) -> None:
-        self.channel = channel
-        self._timeout = timeout
-        self._group = group
-        self._watched = watched
+        self.channel, self._timeout, self._group, self._watched = channel, timeout, group, watched
         self._parts = itertools.count()
         self.messages = MpiMessages(channel)
         self.key: bytes | None = None
@@ -100,12 +93,10 @@ class MpiWiring:
     def words(self) -> MpiWords:
         return MpiWords(self.channel)
 
-    def hosts(self, local_size: int) -> tuple[tuple[int, ...], ...]:
-        if local_size:
-            return blocks_of(self.channel.size, local_size)
+    def identities(self) -> list[str]:
         # Told by the ranks themselves: MPI finds them by making a communicator, for which a rank that is interrupted
         # leaves a thread of each rank waiting.
-        return hosts_of(self.channel.exchange(network.identity()))
+        return self.channel.exchange(network.identity())
 
     def settled(self, hosts: tuple[tuple[int, ...], ...], config: Config) -> Wiring:
         by_tcp = config.transport == "tcp" or (len(hosts) > 1 and config.network == "tcp")

@@ -71,12 +71,9 @@ def end_if_lost() -> None:
 def watch(channel: Channel, config: Config, *, needed: bool = False) -> MpiHeart | None:
     """Connect the ranks of a world, whose addresses MPI tells; collective.
 
-    Args:
-        needed: whether the world cannot be made without connections.
-
     Returns:
-        None on all ranks, after a warning, if some of them cannot be connected. Deaths of hosts then end a wait when
-        its timeout is over, as without heartbeats.
+        None on all ranks, after a warning, if some of them cannot be connected, which are not ``needed``. Deaths of
+        hosts then end a wait when its timeout is over, as without heartbeats.
 
     Raises:
         InvalidArgumentError: this host has no interface of the name that is set.

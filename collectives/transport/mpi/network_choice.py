@@ -29,15 +29,11 @@ B = TypeVar("B", bound=Wiring)
 def choose(first: A, second: B, clock: Callable[[], float] = time.perf_counter) -> A | B:
     """The wiring that is quicker, by the geometric mean over `SIZES` of their times; called on all ranks of both.
 
-    The two take turns, the slowest rank counts, and all ranks decide alike, because they decide on what they have
-    exchanged. Takes tens of milliseconds on a network of 1 Gbit/s. Closes neither.
-
-    Args:
-        first, second: of the same ranks. Values are exchanged through the first.
-        clock: seconds.
+    The two take turns, the slowest rank counts, and all ranks decide alike, by what they have exchanged through the
+    first. Takes tens of milliseconds on a network of 1 Gbit/s. Closes neither.
 
     Raises:
-        RankFailedError: a rank failed meanwhile. CollectiveTimeoutError: a rank did not come in time.
+        RankFailedError, CollectiveTimeoutError: a rank failed meanwhile, or did not come in time.
     """
     blocks: list[Array] = []
     _blocks.append(blocks)
@@ -61,11 +57,8 @@ def choose(first: A, second: B, clock: Callable[[], float] = time.perf_counter) 
 
 
 def ratio(times: Sequence[Sequence[Sequence[float]]]) -> float:
-    """The times of the second of two, divided by those of the first: the geometric mean over the sizes.
-
-    Args:
-        times: by rank and size, the seconds of the first and of the second.
-    """
+    """The times of the second of two, divided by those of the first: the geometric mean over the sizes. ``times`` has,
+    by rank and size, the seconds of the first and of the second."""
     slowest = np.array(times).max(axis=0)
     return math.exp(float(np.log(slowest[:, 1] / slowest[:, 0]).mean()))
 

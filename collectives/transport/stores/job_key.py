@@ -17,11 +17,8 @@ _LEAST_BYTES, _KEY_BYTES = 16, 32
 
 
 def from_environment(environment: Mapping[str, str]) -> bytes | None:
-    """The key that the environment gives: ``COLLECTIVES_KEY``, hexadecimal.
-
-    Raises:
-        InvalidArgumentError: it is none; does not tell its text.
-    """
+    """The key that the environment gives: ``COLLECTIVES_KEY``, hexadecimal. InvalidArgumentError, which does not tell
+    its text: it is none."""
     text = environment.get(VARIABLE, "").strip()
     if not text:
         return None
@@ -35,11 +32,8 @@ def from_environment(environment: Mapping[str, str]) -> bytes | None:
 
 
 def of_user(environment: Mapping[str, str], job: str) -> bytes:
-    """A key for a job, derived from the user's, which is made where there is none.
-
-    Args:
-        environment: where ``XDG_CONFIG_HOME`` and ``HOME`` are looked up.
-        job: a text that all ranks of the job share.
+    """A key for a job, derived from the user's, which is made where there is none, and from a text that all ranks of
+    the job share.
 
     Raises:
         TransportError: the file cannot be made or read, or others may read it.

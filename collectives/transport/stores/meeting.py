@@ -42,7 +42,6 @@ class Meeting:
         self._why: dict[int, str] = {}
 
     def connect(self) -> Store:
-        """Connect to the store. Rank 0 serves it unless another process already does."""
         first = self._spot.rank == 0
         backoff, within = Backoff(_FIRST_NAP), min(self._timeout, _SERVE_WITHIN) if first else self._timeout
         try:
@@ -117,20 +116,18 @@ class Meeting:
             service.close()
             self._why[port] = str(error)
             return False
-        reached = False
         try:
-            reached = self._try(port)
-        finally:
-            if reached:
+            if self._try(port):
                 _served.append(server)
-            else:
+                return True
+        finally:
+            if server not in _served:
                 server.close()
                 service.close()
-        if not reached:
-            self._why[port] += (
-                f" (this is {socket.gethostname()}, which does not reach itself there; rank 0 must run on that host)"
-            )
-        return reached
+        self._why[port] += (
+            f" (this is {socket.gethostname()}, which does not reach itself there; rank 0 must run on that host)"
+        )
+        return False
 
     def reasons(self) -> str:
         """Why there is no connection yet."""
@@ -155,5 +152,5 @@ def _listening_host(host: str, port: int) -> str:
 
 
 def _any_address(address: str) -> str:
-    """What stands for all addresses of this host, of the version that one has."""
+    """All addresses of this host, in the notation of the version that this one has."""
     return "::" if ":" in address else "0.0.0.0"

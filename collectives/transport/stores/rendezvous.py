@@ -70,7 +70,7 @@ class Place:
 
 
 def exchange_of(place: Place, config: Config) -> StoreExchange:
-    """The exchange of a place: called with a rank's value, it returns those of all ranks."""
+    """The exchange of a place."""
     assert place.store is not None
     return StoreExchange(
         *(place.store, place.rank, place.size, config.timeout, place.how, place.key),

@@ -39,12 +39,7 @@ class KeyValueStore(Protocol):
 
 
 class SignedStore:
-    """One rank's client.
-
-    Args:
-        store: of which all ranks have a client.
-        key: the job's; None where the ranks have none yet, and sign nothing.
-        how: where the ranks meet; for messages.
+    """One rank's client; ``key`` and ``how`` as of `store_exchange.StoreExchange`.
 
     Attributes:
         server: which process of rank 0 serves the store; empty if none does, None if that is unknown.
@@ -69,11 +64,7 @@ class SignedStore:
             raise self._failed(error) from error
 
     def get(self, key: str) -> Any:
-        """The value of a key that is there.
-
-        Raises:
-            MismatchError: it was not signed with the job's key.
-        """
+        """The value of a key that is there. MismatchError: it was not signed with the job's key."""
         signature, text = _divided(self._read(key))
         if signature and self._key is None:
             raise MismatchError(

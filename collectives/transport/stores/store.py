@@ -54,18 +54,7 @@ _FIRST_NAP, _LONGEST_NAP = 0.02, 0.5
 
 
 class StoreServer:
-    """Serves a store.
-
-    Args:
-        host, port: to listen on; port 0: any that is free.
-        key: the job's; only who holds it is served.
-
-    Attributes:
-        address: host and port that it listens on.
-
-    Raises:
-        OSError: the address cannot be listened on.
-    """
+    """Serves a store to who holds the job's key; arguments, ``address`` and errors as of `Listener`."""
 
     def __init__(self, service: Service, host: str, port: int, key: bytes) -> None:
         self._service = service
@@ -81,8 +70,7 @@ class StoreServer:
             sock.close()
             return
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        task = asyncio.get_running_loop().create_task(self._serve(sock))
-        self._clients.add(task)
+        self._clients.add(asyncio.get_running_loop().create_task(self._serve(sock)))
 
     async def _serve(self, sock: Connection) -> None:
         loop = asyncio.get_running_loop()
@@ -128,9 +116,7 @@ class StoreServer:
     async def _arrived(self, keys: Sequence[str]) -> None:
         for key in keys:
             if key not in self._values:
-                event = self._awaited.get(key)
-                if event is None:
-                    event = self._awaited[key] = asyncio.Event()
+                event = self._awaited.setdefault(key, asyncio.Event())
                 await event.wait()
 
     def close(self) -> None:
@@ -144,15 +130,13 @@ class Store:
 
     Args:
         timeout: seconds that ``get`` waits for a key, and a ``wait`` without a timeout.
-        service: in whose thread it works; one of its own by default, which `close` ends.
+        service: in whose thread it works.
     """
 
-    def __init__(self, host: str, port: int, key: bytes, timeout: float, service: Service | None = None) -> None:
+    def __init__(self, host: str, port: int, key: bytes, timeout: float, service: Service) -> None:
         self.address = (host, port)
         self.timeout = timeout
-        self._key = key
-        self._own = service is None
-        self._service = service or Service()
+        self._key, self._service = key, service
         self._sock: Connection | None = None
         self._lock = threading.Lock()
 
@@ -168,12 +152,8 @@ class Store:
                 self._sock = self._dial(timeout)
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a key; replaces an earlier value.
-
-        Raises:
-            InvalidArgumentError: the key or the value is too long.
-            TransportError: the store has ended, or is full.
-        """
+        """Set a key. InvalidArgumentError: the key or the value is too long. TransportError: the store has ended, or is
+        full."""
         if len(key.encode()) > MOST_KEY or "\n" in key or len(value) > MOST_VALUE:
             raise InvalidArgumentError(
                 f"store: expected a key of one line of at most {MOST_KEY} bytes and a value of at most {MOST_VALUE}, "
@@ -183,11 +163,8 @@ class Store:
             self._ask(_SET, [key], value, _FRAME_WITHIN)
 
     def get(self, key: str) -> bytes:
-        """Wait for a key, and return its value.
-
-        Raises:
-            CollectiveTimeoutError: no process has set it within ``timeout``. TransportError: the store has ended.
-        """
+        """Wait for a key, and return its value. CollectiveTimeoutError: no process has set it within ``timeout``.
+        TransportError: the store has ended."""
         return self._awaited(_GET, [key], self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -222,13 +199,13 @@ class Store:
 
     def _answered(self, request: bytes, seconds: float) -> tuple[bytes, bytes]:
         sock, self._sock = self._sock, None  # an answer that arrives after an exception belongs to no request
-        answer: tuple[bytes, bytes] | None = None
         if sock is not None:
             with suppress(OSError, EOFError):
                 answer = self._service.run(_exchange(sock, request), seconds)
-        if answer is None:
-            sock = self._dial(_CONNECT_WITHIN)
-            answer = self._service.run(_exchange(sock, request), seconds)
+                self._sock = sock
+                return answer
+        sock = self._dial(_CONNECT_WITHIN)
+        answer = self._service.run(_exchange(sock, request), seconds)
         self._sock = sock
         return answer
 
@@ -255,8 +232,6 @@ class Store:
             if self._sock is not None:
                 self._sock.close()
                 self._sock = None
-            if self._own:
-                self._service.close()
 
 
 def _hello(port: int) -> bytes:
@@ -279,11 +254,7 @@ async def _exchange(sock: Connection, request: bytes) -> tuple[bytes, bytes]:
 
 
 async def _unsealed(sock: Connection, head: bytes, nbytes: int) -> bytes:
-    """What follows the head of a frame.
-
-    Raises:
-        ConnectionError: something has changed the frame.
-    """
+    """What follows the head of a frame. ConnectionError: something has changed the frame."""
     rest = await receive(sock, nbytes + SEAL_BYTES)
     if not hmac.compare_digest(rest[nbytes:], sock.received.next(head + rest[:nbytes])):
         raise ConnectionError("what arrived is not what was sent: something in between has changed it")

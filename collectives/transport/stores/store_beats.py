@@ -48,14 +48,8 @@ class StoreBeats:
         self._watched: dict[int, _Watched] = {}
 
     def look(self, nonces: Container[str]) -> tuple[int, dict[str, Any]] | None:
-        """Beat, and look at the others, if it is time for that.
-
-        Args:
-            nonces: of the offers that this rank knows.
-
-        Returns:
-            A rank that has died, and its last beat; None if there is none.
-        """
+        """Beat, and look at the others, if it is time for that; ``nonces`` are those of the offers that this rank
+        knows. Returns a rank that has died, and its last beat; None if there is none."""
         if time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + self._interval
@@ -72,7 +66,6 @@ class StoreBeats:
         return None
 
     def beat(self) -> None:
-        """Beat, whether or not it is time for that."""
         self._number += 1
         self._set(self._number)
 

@@ -12,7 +12,7 @@ with an older offer is not agreed to, and rank 0 proposes another one as soon as
 some twenty calls of the store, and rank 0 some ten for each rank.
 
 Where the job has a key, every value is signed with it (`signed_store`), and has the nonce or the number that makes it
-new. So a process that can write to the store can end the job, and no more.
+new: a process that can write to the store can end the job, and no more.
 """
 
 from __future__ import annotations
@@ -147,8 +147,7 @@ class StoreExchange:
             raise
 
     def leave(self, error: BaseException) -> None:
-        """Tell the ranks that have ended the first exchange, and wait for this one, that it will not come because of an
-        error."""
+        """Tell the ranks that have ended the first exchange that this one will not come, because of an error."""
         with suppress(CollectivesError):  # the store may be what failed
             # Before that no rank waits elsewhere, and what an earlier attempt has told may not be read yet. What
             # another rank's failure has caused was told already.

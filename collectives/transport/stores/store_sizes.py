@@ -7,8 +7,7 @@ One key has the last *statement*, such as "rank 1 says that there are 3 ranks", 
     rank 1 looks       1 says 3, against "0 says 2"       raises: rank 0 has said so since rank 1 has begun
     rank 0 looks       0 says 2, against "1 says 3"       raises
 
-A further rank that agrees with one of them finds that it is contradicted, and raises too: what was there when it began
-is of an earlier attempt, and everything else is not.
+A further rank that agrees with one of them finds that it is contradicted, and raises too.
 """
 
 from __future__ import annotations
@@ -20,13 +19,7 @@ from collectives.transport.stores.signed_store import SignedStore
 
 
 class StatedSizes:
-    """One rank's part.
-
-    Args:
-        store: of this rank.
-        rank, size: of this process.
-        by: this process, in words.
-    """
+    """One rank's part; ``by`` is its process, in words."""
 
     def __init__(self, store: SignedStore, rank: int, size: int, by: str) -> None:
         self._store, self._size = store, size

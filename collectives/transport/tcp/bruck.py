@@ -9,10 +9,10 @@ In round k rank r sends to rank r - 2^k all that it has, and receives as much fr
 ceil(log2 n) rounds, one message each way in a round, (n - 1) records sent and received by every rank. Of two ranks, a
 call is one send and one receive.
 
-Behind the records of a message is their seal (see `authentication`); what is not as it was sent is not used. A record
-that carries a tensor is not sealed, as no tensor is, and says so with its length; a message of such records alone has
-no seal. An attacker who changes one gives ranks other numbers, or makes them differ, and no more: nothing else that a
-record says is read where the tokens differ.
+Behind the records of a message is their seal (see `authentication`). A record that carries a tensor is not sealed, as
+no tensor is, and says so with its length; a message of such records alone has no seal. An attacker who changes one
+gives ranks other numbers, or makes them differ, and no more: nothing else that a record says is read where the tokens
+differ.
 
 A record is a *token*, the number of bytes that follow, and these bytes. Ranks whose records differ in token and length
 still finish the call, and see that they differ. A peer may be one call ahead, never two: what it has sent for the next
@@ -81,14 +81,12 @@ class _Round(NamedTuple):
     receive: Callable[[memoryview], int]
     received: Seal
     records: int
-    arrives: select.poll
 
 
 class Bruck:
     """One rank's end. Not thread-safe.
 
     Args:
-        rank, size: in the group.
         connections: non-blocking, with each of the `partners`.
         lost: raises for a peer whose connection has ended.
 
@@ -102,12 +100,10 @@ class Bruck:
     ) -> None:
         self.rank, self.size = rank, size
         self.same = True
-        self._lost = lost
+        self._lost, self._connections = lost, connections
         self._rounds: list[_Round] = []
         for k in range((size - 1).bit_length()):
             to, source = (rank - (1 << k)) % size, (rank + (1 << k)) % size
-            arrives = select.poll()
-            arrives.register(connections[source], select.POLLIN)
             self._rounds.append(
                 _Round(
                     to,
@@ -117,12 +113,8 @@ class Bruck:
                     connections[source].recv_into,
                     connections[source].received,
                     min(1 << k, size - (1 << k)),
-                    arrives,
                 )
             )
-        self._leaves = {peer: select.poll() for peer in connections}
-        for peer, poll in self._leaves.items():
-            poll.register(connections[peer], select.POLLOUT)
         self._early: dict[int, bytes] = {}
         """What has been read of a peer's next call, by peer: only after records of unequal lengths."""
         self._memory = Memory()
@@ -136,13 +128,8 @@ class Bruck:
         """Of the round's message, as far as its records are known."""
 
     def begin(self, memory: Memory, token: int, nbytes: int, data: bool = False) -> None:
-        """Begin a call; the call before must have ended, and all ranks begin the same calls.
-
-        Args:
-            memory: has ``nbytes`` of payload behind `HEADER` bytes, and room for as much of each rank.
-            token: not 0.
-            data: whether the payload is a tensor, which is not sealed.
-        """
+        """Begin a call; the call before must have ended, and all ranks begin the same calls. ``memory`` has ``nbytes``
+        of payload behind `HEADER` bytes; ``token`` is not 0; ``data``: the payload is a tensor, which is not sealed."""
         own = nbytes | _DATA if data else nbytes
         words = memory.words
         words[0], words[_LENGTH] = token, own
@@ -197,8 +184,10 @@ class Bruck:
         """Sleep until `step` has something to do, at most so long."""
         if self._number == len(self._rounds):
             return
-        current = self._rounds[self._number]
-        (self._leaves[current.to] if self._whole else current.arrives).poll(milliseconds)
+        current, poll = self._rounds[self._number], select.poll()
+        peer, event = (current.to, select.POLLOUT) if self._whole else (current.source, select.POLLIN)
+        poll.register(self._connections[peer], event)
+        poll.poll(milliseconds)
 
     def record(self, peer: int) -> tuple[int, int, int]:
         """A rank's record of the call: its token, and where its payload begins and ends in the memory."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from collectives.base import interrupts
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
@@ -17,10 +17,8 @@ from collectives.transport import backoff
 from collectives.transport.tcp.authentication import Connection
 from collectives.transport.tcp.bruck import HEADER, Bruck, Memory, padded, partners
 from collectives.transport.tcp.closing import close_all
+from collectives.transport.tcp.mesh import Links
 from collectives.transport.tcp.notices import Notices
-
-if TYPE_CHECKING:
-    from collectives.transport.tcp.mesh import Links
 
 SPINS = 60
 """Looks at a connection, between which the core is yielded, before this rank sleeps until something arrives."""
@@ -32,8 +30,6 @@ CLOSE_WITHIN = 1.0
 """Seconds for which a connection that is closed may wait until the peer's system has everything."""
 _EXCHANGE = -1
 """The token of exchanges; those of calls are positive."""
-_KEPT_BYTES = 1 << 20
-"""Memory of exchanges that is kept for the next one."""
 _FIRST_WORD = HEADER // 8
 
 
@@ -41,8 +37,6 @@ class TcpChannel:
     """`network_control.ControlChannel` over TCP. Not thread-safe. Made by all ranks of the group at the same time.
 
     Args:
-        timeout: seconds that a wait may last.
-        names: the ranks' numbers in messages.
         spins: looks at a connection before this rank sleeps; few where ranks outnumber cores.
 
     Attributes:
@@ -66,7 +60,6 @@ class TcpChannel:
         self.look_for_failures = notices.look_for_failures
         self.check: Callable[[], object] = self.look_for_failures
         self._connections: dict[int, Connection] = {}
-        self._memory = Memory()
         try:
             for peer in partners(rank, size):  # in ascending order: those that this rank dials come first
                 self._connections[peer] = links.open(peer, "words")
@@ -77,10 +70,8 @@ class TcpChannel:
 
     def exchange(self, value: Any) -> list[Any]:
         """Gather every rank's small value (see `interchange`) on every rank, in rank order; raises as `until`."""
-        data, memory, bruck = to_json(value), self._memory, self.bruck
-        needed = HEADER + padded(len(data))
-        if needed > len(memory.bytes):
-            memory.grow(needed, 0)
+        data, bruck = to_json(value), self.bruck
+        memory = Memory((HEADER + padded(len(data))) * self.size)
         memory.bytes[HEADER : HEADER + len(data)] = data
         bruck.begin(memory, _EXCHANGE, len(data))
         self.until(bruck.step, bruck.wait, "every rank to say what it has")
@@ -94,8 +85,6 @@ class TcpChannel:
                     "ranks say"
                 )
             values.append(from_json(bytes(memory.bytes[start:end])))
-        if len(memory.bytes) > _KEPT_BYTES:
-            self._memory = Memory()
         return values
 
     def until(self, done: Callable[[], bool], doze: Callable[[float], object], what: str) -> None:

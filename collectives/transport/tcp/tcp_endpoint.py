@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,11 +24,9 @@ from collectives.base.errors import CollectivesError, RankFailedError, Transport
 from collectives.transport.base import Array
 from collectives.transport.point_to_point import DTYPE_CODE, DTYPE_NAMES, AtOnce, Incoming, Outgoing, Transfer
 from collectives.transport.tcp.authentication import Connection
+from collectives.transport.tcp.mesh import Links
 from collectives.transport.tcp.service import Running
 from collectives.transport.tcp.tcp_channel import CAUSE_SHOWS_WITHIN
-
-if TYPE_CHECKING:
-    from collectives.transport.tcp.mesh import Links
 
 EAGER, READY, DATA, ACCEPT, REFUSE = 1, 2, 3, 4, 5
 """The kinds of frames: an envelope with its payload; an envelope of a payload that waits; such a payload; and what the

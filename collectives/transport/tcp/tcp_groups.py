@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from collectives.base.config import Config
-from collectives.transport.assembly import blocks_of, hosts_of, make_group
+from collectives.transport.assembly import make_group
 from collectives.transport.group import Group
 from collectives.transport.tcp.heart import Heart
 from collectives.transport.tcp.mesh import Links, Mesh
@@ -97,10 +97,8 @@ class TcpWiring:
     def words(self) -> TcpWords:
         return TcpWords(self.channel)
 
-    def hosts(self, local_size: int) -> tuple[tuple[int, ...], ...]:
-        if local_size:
-            return blocks_of(len(self._members), local_size)
-        return hosts_of([self._mesh.hosts[member] for member in self._members])
+    def identities(self) -> list[str]:
+        return [self._mesh.hosts[member] for member in self._members]
 
     def settled(self, hosts: tuple[tuple[int, ...], ...], config: Config) -> TcpWiring:
         return self

@@ -14,16 +14,13 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from collectives.base.errors import CollectiveTimeoutError
 from collectives.transport.backoff import yield_core
 from collectives.transport.base import Array, as_bytes
 from collectives.transport.tcp.closing import close_all
+from collectives.transport.tcp.mesh import Links
 from collectives.transport.tcp.tcp_channel import CLOSE_WITHIN, TcpChannel
-
-if TYPE_CHECKING:
-    from collectives.transport.tcp.mesh import Links
 
 LANES_FROM = 1 << 18
 """Bytes from which a message is divided among the lanes."""
@@ -34,7 +31,6 @@ _SPINS = 30
 _FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
 """Milliseconds of a sleep that an arrival ends; afterwards the peers are looked at."""
 _CHANNEL = "data/"
-_READ, _WRITE = select.POLLIN, select.POLLOUT
 
 
 class Arrival:
@@ -51,15 +47,13 @@ class Arrival:
 class _Lane:
     """A connection with a peer, and what it is to carry."""
 
-    __slots__ = ("incoming", "interest", "number", "outgoing", "peer", "sock")
+    __slots__ = ("incoming", "number", "outgoing", "peer", "sock")
 
     def __init__(self, peer: int, number: int) -> None:
         self.peer, self.number = peer, number
         self.sock: socket.socket | None = None
         self.outgoing: deque[memoryview] = deque()
         self.incoming: deque[tuple[memoryview, Arrival]] = deque()
-        self.interest = 0
-        """The events that are polled for."""
 
 
 class TcpMessages:
@@ -72,8 +66,6 @@ class TcpMessages:
         self._lanes: dict[int, list[_Lane]] = {}
         self._active: dict[_Lane, None] = {}
         """Lanes that have something to carry, in the order in which they got it."""
-        self._poll = select.poll()
-        self._by_descriptor: dict[int, _Lane] = {}
         self._spins = min(channel.spins, _SPINS)
 
     def post_receive(self, peer: int, into: Array) -> Arrival:
@@ -215,19 +207,11 @@ class TcpMessages:
 
     def _doze(self, milliseconds: float) -> bool:
         """Sleep until a lane can go on, at most so long. Returns whether one can."""
-        poll, watched = self._poll, self._by_descriptor
+        poll = select.poll()
         for lane in self._active:
             if lane.sock is None:
                 milliseconds = min(milliseconds, _FIRST_DOZE)
-                continue
-            interest = (_READ if lane.incoming else 0) | (_WRITE if lane.outgoing else 0)
-            if interest != lane.interest:
-                poll.register(lane.sock, interest)
-                lane.interest = interest
-                watched[lane.sock.fileno()] = lane
-        for descriptor, lane in list(watched.items()):
-            if lane not in self._active:  # its connection may end without harm
-                poll.unregister(descriptor)
-                lane.interest = 0
-                del watched[descriptor]
+            else:
+                reads, writes = select.POLLIN * bool(lane.incoming), select.POLLOUT * bool(lane.outgoing)
+                poll.register(lane.sock, reads | writes)
         return bool(poll.poll(milliseconds))

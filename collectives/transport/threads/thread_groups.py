@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.base.dtypes import SUPPORTED
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError, in_words
 from collectives.transport import backoff
 from collectives.transport.base import WINDOW_BYTES, Array, as_bytes
@@ -24,7 +25,12 @@ from collectives.transport.group import Group
 from collectives.transport.host.board import Board, board_bytes
 from collectives.transport.host.board_control import BoardControl
 from collectives.transport.host.mapped_memory import MappedMemory
-from collectives.transport.threads.thread_endpoint import Queue, ThreadEndpoint
+from collectives.transport.point_to_point import AtOnce, Incoming, Outgoing
+
+EAGER_BYTES = 8 << 10
+"""Payloads of point-to-point messages up to this size are copied by the sender, who is then done."""
+Queue = deque[Callable[["ThreadEndpoint"], object]]
+"""Functions that a rank calls in `ThreadEndpoint.poll`."""
 
 
 def connect(
@@ -132,10 +138,7 @@ class ThreadMessages:
     name = "threads"
 
     def __init__(self, rank: int, mailboxes: _Mailboxes, board: Board, timeout: float) -> None:
-        self._rank = rank
-        self._mailboxes = mailboxes
-        self._board = board
-        self._timeout = timeout
+        self._rank, self._mailboxes, self._board, self._timeout = rank, mailboxes, board, timeout
         self._receives: deque[tuple[int, memoryview]] = deque()
         self._posted = self._received = 0
         self._sends: list[_Message] = []
@@ -178,6 +181,56 @@ class ThreadMessages:
             lambda: f"rank {self._rank}: waited {self._timeout:g} s for a message from or to another rank",
             pause=_let_others_run,
         )
+
+
+class ThreadEndpoint:
+    """`point_to_point.Endpoint` among threads: the receiver copies from the sender's array. ``queues`` are those of all
+    ranks, shared by all."""
+
+    def __init__(self, rank: int, queues: Sequence[Queue], names: Sequence[int]) -> None:
+        self.arrived: Callable[[Incoming], object] = lambda message: None
+        self.at_once: AtOnce | None = None
+        self._rank, self._queues, self._names = rank, queues, names
+
+    def send(self, message: Outgoing) -> None:
+        array = message.array
+        eager = array.nbytes <= EAGER_BYTES
+        payload = (array.copy() if eager else array, None if eager else message)
+        envelope = Incoming(self._rank, message.tag, SUPPORTED[array.dtype], message.shape, array.nbytes, payload)
+        self._queues[message.peer].append(lambda peer: peer.arrived(envelope))
+        if eager:
+            message.end()
+
+    def poll(self) -> None:
+        queue = self._queues[self._rank]
+        while queue:
+            queue.popleft()(self)
+
+    def receive(self, message: Incoming, into: Array) -> None:
+        array, origin = message.payload
+        np.copyto(into[: message.nbytes], array.view(np.uint8))
+        if origin is not None and origin.done:  # its send has failed, so that its memory may have been used again
+            raise RankFailedError(
+                f"rank {self._names[self._rank]}: rank {self._names[message.source]} has shut down or failed"
+            )
+        self._end(message)
+
+    def refuse(self, message: Incoming, why: str) -> None:
+        self._end(message, why)
+
+    def _end(self, message: Incoming, refused: str = "") -> None:
+        _, origin = message.payload
+        message.payload = None
+        message.end()
+        if origin is not None:
+            self._queues[message.source].append(lambda peer: _settle(origin, refused))
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._queues[self._rank].clear()
 
 
 def run(
@@ -261,3 +314,8 @@ def _board(pages: Sequence[memoryview | None], rank: int, timeout: float) -> Boa
 
 def _let_others_run() -> None:
     time.sleep(0)  # releases the GIL
+
+
+def _settle(message: Outgoing, refused: str) -> Any:
+    message.refused = refused
+    message.end()

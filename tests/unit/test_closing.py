@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from collectives.transport.tcp.closing import close_all
+from collectives.transport.tcp.tcp_channel import close_all
 
 
 @pytest.fixture

@@ -60,9 +60,7 @@ class MappedMemory:
         if not word:
             return address
         number = word - MAPPED >> OFFSET_BITS
-        if self._announced.get(number % PIECES) != number and not self._announce(number):
-            return address
-        return word
+        return word if self._announce(number) else address
 
     def words_of(self, addresses: Array, nbytes: Array) -> Array:
         """`word_of` for many tensors at once, as int64."""
@@ -71,10 +69,8 @@ class MappedMemory:
         if not located.size:
             return addresses
         # No `numpy.unique`, which imports `numpy.ma`.
-        for number in set((words[located] - MAPPED >> OFFSET_BITS).tolist()):
-            if self._announced.get(number % PIECES) != number and not self._announce(number):
-                return addresses
-        return np.where(words, words, addresses)
+        numbers = set((words[located] - MAPPED >> OFFSET_BITS).tolist())
+        return np.where(words, words, addresses) if all(map(self._announce, numbers)) else addresses
 
     def view_of(self, peer: int, word: int, dtype: np.dtype[Any]) -> Array | None:
         """The peer's memory from ``word`` on, to the end of its piece, as a 1-D array; None if it is not mapped."""
@@ -115,8 +111,10 @@ class MappedMemory:
         self._mapped.clear()
 
     def _announce(self, number: int) -> bool:
-        """Enter a piece into the table; returns False if its place is taken."""
+        """Enter a piece into the table, unless it is there; returns False if its place is taken."""
         place = number % PIECES
+        if self._announced.get(place) == number:
+            return True
         with self._lock:
             live = arena.numbers()
             for entry, announced in list(self._announced.items()):

@@ -31,8 +31,6 @@ Move = Callable[[int, int, int, int], None]
 _PREFAULT_UP_TO = 8
 _SPINS = 2000
 _TOKEN_BYTES = 16
-
-
 _probed: list[tuple[Array, Array]] = []
 """Memory that peers access to try direct reads. What an exception has ended stays: a peer may come to it later."""
 
@@ -93,15 +91,12 @@ def _refuse(peer: int, address: int, own: int, nbytes: int) -> None:
 
 
 def connect(rank: int, size: int, local: Sequence[int], exchange: Exchange, *, timeout: float) -> SharedMemory | None:
-    """Share memory among the ranks of each host; collective over the group.
+    """Share memory among the ranks of each host; collective over the group. None on every rank if memory cannot be
+    shared on some host. Direct reads are enabled only if they work between all ranks that share a host.
 
     Args:
         exchange: gathers every rank's value on every rank of the group.
         timeout: seconds that a later wait may last.
-
-    Returns:
-        The transport, or None on every rank if memory cannot be shared on some host. Direct reads are enabled only if
-        they work between all ranks that share a host.
     """
     before = board_bytes(size) + WINDOW_BYTES
     nbytes = before + post_bytes(len(local))

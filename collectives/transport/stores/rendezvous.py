@@ -126,13 +126,8 @@ def _is_single(environment: Mapping[str, str]) -> bool:
 def find(
     environment: Mapping[str, str], config: Config, asked: Asked = NOTHING, *, without_mpi: bool = False
 ) -> Place | None:
-    """Find where this process meets the other ranks, and connect to the store there.
-
-    Args:
-        without_mpi: whether MPI cannot be loaded: then what MPI's launchers say counts, too.
-
-    Returns:
-        None if nothing says that there are others, or where.
+    """Find where this process meets the other ranks, and connect to the store there. None if nothing says that there
+    are others, or where. ``without_mpi``: MPI cannot be loaded, so that what its launchers say counts, too.
 
     Raises:
         InvalidArgumentError: rank and size are missing or wrong.
@@ -252,8 +247,7 @@ def _has_torch() -> bool:
 
 
 def _torch_store(spot: places.Spot, serves: bool, timeout: float) -> Any:
-    """torch's store at a spot: that of torchrun's agent, or one that rank 0 serves, which a later
-    ``init_process_group`` shares."""
+    """torch's store at a spot: torchrun's, or one that rank 0 serves, which a later ``init_process_group`` shares."""
     distributed: Any = importlib.import_module("torch.distributed")
     address = (spot.host, spot.ports[0])
     if address in _of_torch and not _answers(_of_torch[address]):

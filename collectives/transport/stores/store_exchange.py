@@ -59,7 +59,6 @@ class StoreExchange:
 
     Args:
         store: of which all ranks have a client.
-        timeout: seconds.
         how: where the ranks meet; for messages.
         key: the job's, with which values are signed; None where the ranks have none yet.
         peer_timeout: seconds of silence after which a rank counts as dead.

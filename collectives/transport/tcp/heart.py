@@ -60,20 +60,17 @@ _LOST = 1
 
 
 class _Peer:
-    """The connection to one rank.
-
-    Attributes:
-        silent: this rank's beats since it has last heard of the peer.
-        lost: a sentence about its death or its end; empty while the connection stands.
-    """
+    """The connection to one rank."""
 
     def __init__(self, rank: int, connection: Connection) -> None:
         self.rank = rank
         self.socket = connection
         self.inbox = bytearray()
         self.silent = 0
+        """This rank's beats since it has last heard of the peer."""
         self.ping: asyncio.Task[None] | None = None
         self.lost = ""
+        """A sentence about its death or its end; empty while the connection stands."""
         self.closed = False
         self._outbox: deque[bytes] = deque()
         self._leaving = memoryview(b"")
@@ -81,12 +78,12 @@ class _Peer:
         self._sending = threading.Lock()
 
     def pending(self) -> bool:
-        """Give the system what it takes. Returns whether that was not everything."""
+        """Whether the system does not take everything."""
         self.flush()
         return bool(self._outbox)
 
     def send(self, frame: bytes) -> None:
-        """Send a frame without waiting, from any thread, also from a signal handler that interrupts this method."""
+        """Send a frame without waiting, from any thread, or from a signal handler that interrupts this method."""
         if not self.closed:
             self._outbox.append(frame)
             self.flush()
@@ -124,24 +121,18 @@ class _Peer:
 
 
 class Heart:
-    """One rank's connections for beats and notices. Collective over the ranks of the mesh: every rank makes one.
+    """One rank's connections for beats and notices. Collective over the ranks of the mesh; raises as `Mesh.open`.
 
     Args:
         timeout: seconds of silence after which a rank counts as dead, the setting ``peer_timeout``. A process none of
             whose threads can run for so long, because an extension keeps Python's lock, is silent too.
         within: seconds for which the ranks wait for each other here.
-
-    Raises:
-        CollectiveTimeoutError, RankFailedError, TransportError: as `Mesh.open`.
     """
 
     def __init__(self, mesh: Mesh, timeout: float, within: float, check: Callable[[], object] = lambda: None) -> None:
         self.rank = mesh.rank
-        self._mesh = mesh
-        self._interval = timeout / _BEATS
-        self._timeout = timeout
-        self._hosts = mesh.names
-        self._service = mesh.service
+        self._mesh, self._service = mesh, mesh.service
+        self._timeout, self._interval = timeout, timeout / _BEATS
         self._peers: dict[int, _Peer] = {}
         self._groups: dict[str, Notices] = {}
         self._early: dict[str, dict[tuple[int, Notice], str]] = {}
@@ -161,12 +152,8 @@ class Heart:
         self._serving = self._service.start(self._serve())
 
     def notices(self, group: str, members: Sequence[int]) -> Notices:
-        """The notices of a group that this rank is a member of; the same ones in every call.
-
-        Args:
-            group: its name, the same on all members and never used again.
-            members: the ranks' numbers in the mesh, in the order of the group's ranks.
-        """
+        """The notices of a group that this rank is a member of; the same ones in every call. ``group`` is a name
+        that is never used again; ``members`` are ranks of the mesh, in the order of the group's ranks."""
         assert 0 < len(group.encode()) <= _NAME_BYTES and "\0" not in group, group
         with self._lock:
             if group in self._groups:
@@ -181,13 +168,11 @@ class Heart:
         return notices
 
     def tell(self, notices: Notices, notice: Notice, text: str) -> None:
-        """Send a notice to the other members of its group; see `Notices.tell`."""
         frame = _frame(notices, notice, text)
         for peer in self._others(notices):
             peer.send(frame)
 
     def has_told(self, notices: Notices) -> bool:
-        """Whether the system has taken all that was told to the other members."""
         return not any(peer.pending() for peer in self._others(notices))
 
     def _others(self, notices: Notices) -> list[_Peer]:
@@ -259,7 +244,7 @@ class Heart:
             return  # the next beat tries again
 
     def _read(self, peer: _Peer) -> bool:
-        """Take in what has arrived; returns whether there was something."""
+        """Take in what has arrived. Returns whether there was something."""
         try:
             data = peer.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -333,7 +318,7 @@ class Heart:
         """Note the end of a peer; ``first``: this rank has found it out, and tells the others if it is a death."""
         if peer.lost:
             return
-        peer.lost = f"rank {peer.rank} on {self._hosts[peer.rank]} {how}"
+        peer.lost = f"rank {peer.rank} on {self._mesh.names[peer.rank]} {how}"
         with self._lock:
             groups = list(self._groups.values())
             if first and any(notices.misses(peer.rank, silent) for notices in groups):

@@ -131,7 +131,7 @@ class Mesh:
             ) from None
 
     async def ping(self, peer: int, seconds: float) -> None:
-        """Connect to ``peer``, and close the connection; in the service's thread. Shows that it lives, even if packets
+        """Connect to ``peer``, and close the connection, in the service's thread: shows that it lives, even if packets
         of older connections are lost and wait to be sent again. Raises as `open`."""
         (await self.reach(peer, _PING, seconds)).close()
 
@@ -237,14 +237,9 @@ class Links:
 class Inbox:
     """The connections that have arrived and were not taken yet, by rank and channel.
 
-    Args:
-        job: of whose connections alone are let in: those of an earlier job of the same key are closed.
-        rank: this process's: what was dialled as another rank, or elsewhere than at ``address``, is closed.
-            Otherwise an attacker that listens where a rank has ended could forward its connections, proofs included,
-            and stand between two ranks.
-
-    Attributes:
-        address: what this process has told the others to dial, whatever is between the hosts.
+    Those of another job of the same key are closed, and so is what was dialled as another rank, or elsewhere than at
+    ``address``, which this process has told the others. Otherwise an attacker that listens where a rank has ended could
+    forward its connections, proofs included, and stand between two ranks.
     """
 
     def __init__(self, job: str, rank: int) -> None:
@@ -255,7 +250,7 @@ class Inbox:
         self._served: dict[str, Served] = {}
 
     def put(self, hello: bytes, sock: Connection) -> None:
-        """Take in a connection that has proved the key; called in the service's thread."""
+        """Take in a connection that has proved the key; in the service's thread."""
         try:
             job, peer, dialled, channel = json.loads(hello)
         except (ValueError, TypeError):
@@ -287,17 +282,14 @@ class Inbox:
         return sock
 
     def serve(self, channel: str, served: Served) -> None:
-        """See `Links.serve`."""
         self._served[channel] = served
         # Copied at once: other threads take connections meanwhile.
         for peer, _ in [key for key in list(self._arrived) if key[1] == channel]:
             served(peer, self._arrived.pop((peer, channel)))
 
     def end_serving(self, channel: str) -> None:
-        """See `Links.end_serving`."""
         self._served.pop(channel, None)
 
     def close(self) -> None:
-        """Close the connections that were never taken."""
         while self._arrived:
             self._arrived.popitem()[1].close()

@@ -64,11 +64,7 @@ class Words(Protocol):
         """Enter the next call. Does not wait."""
 
     def test(self, spin: bool) -> bool:
-        """Whether all records have arrived.
-
-        Args:
-            spin: look a few times before the answer is no.
-        """
+        """Whether all records have arrived, by a few looks if it may ``spin``."""
 
     def wait(self) -> None:
         """Wait until all records have arrived. Raises as `Control.agree`."""
@@ -89,9 +85,7 @@ class NetworkControl:
     ) -> None:
         self.rank, self.size = channel.rank, channel.size
         self.carries = words.carries
-        self._channel = channel
-        self._names = channel.names
-        self._words = words
+        self._channel, self._words, self._names = channel, words, channel.names
         self.exchange = exchange
         self._board = board
         self._call = 0

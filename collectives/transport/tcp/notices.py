@@ -46,8 +46,7 @@ class Notices:
     """
 
     def __init__(self, heart: Heart, group: str, members: Sequence[int]) -> None:
-        self.group = group
-        self.members = tuple(members)
+        self.group, self.members = group, tuple(members)
         self.failed: dict[int, str] = {}
         self.died: dict[int, str] = {}
         self.left: dict[int, int] = {}
@@ -97,7 +96,7 @@ class Notices:
         self._heart.forget(self)
 
     def deliver(self, rank: int, notice: Notice, text: str) -> None:
-        """Note what a rank of the job says. In the service's thread."""
+        """Note what a rank of the job says."""
         place = self._places.get(rank)
         if place is None:
             return
@@ -113,7 +112,7 @@ class Notices:
         return place is not None and place not in self.failed and (silent or place not in self.left)
 
     def lose(self, rank: int, sentence: str, silent: bool) -> None:
-        """Note how a rank of the job has ended. In the service's thread."""
+        """Note how a rank of the job has ended."""
         if self.misses(rank, silent):
             self.died[self._places[rank]] = sentence
             self.failed[self._places[rank]] = sentence

@@ -6,8 +6,12 @@ by the heart's connections (`collectives.transport.tcp.heart`).
 
 from __future__ import annotations
 
+import fcntl
+import socket
+import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from collectives.base import interrupts
@@ -16,7 +20,6 @@ from collectives.base.interchange import from_json, to_json
 from collectives.transport import backoff
 from collectives.transport.tcp.authentication import Connection
 from collectives.transport.tcp.bruck import HEADER, Bruck, Memory, padded, partners
-from collectives.transport.tcp.closing import close_all
 from collectives.transport.tcp.mesh import Links
 from collectives.transport.tcp.notices import Notices
 
@@ -31,6 +34,9 @@ CLOSE_WITHIN = 1.0
 _EXCHANGE = -1
 """The token of exchanges; those of calls are positive."""
 _FIRST_WORD = HEADER // 8
+_UNSENT = 0x5411
+"""SIOCOUTQ, equal to TIOCOUTQ: bytes that the peer's system has not acknowledged."""
+_SCRAP = 1 << 16
 
 
 class TcpChannel:
@@ -88,11 +94,8 @@ class TcpChannel:
         return values
 
     def until(self, done: Callable[[], bool], doze: Callable[[float], object], what: str) -> None:
-        """Wait until ``done()``, which moves what can be moved.
-
-        Args:
-            doze: sleeps until there is something to move, at most so many milliseconds.
-            what: names the event in errors.
+        """Wait until ``done()``, which moves what can be moved. ``doze`` sleeps until there is something to move, at
+        most so many milliseconds; ``what`` names the event in errors.
 
         Raises:
             CollectiveTimeoutError: it did not come about in time.
@@ -191,3 +194,42 @@ class TcpWords:
     def of(self, peer: int) -> memoryview:
         start = self._memory.starts[(peer - self._bruck.rank) % self._bruck.size] // 8 + _FIRST_WORD
         return self._memory.words[start : start + self._own // 8]
+
+
+def close_all(sockets: Iterable[socket.socket], within: float) -> None:
+    """Close connections once the peers' systems have all that was sent on them, or after some seconds; what arrives
+    meanwhile is dropped.
+
+    The system answers data for a closed socket with a reset, and then drops what it has not sent yet: the last message
+    of a rank that leaves would be lost because a peer is a call ahead. What has arrived can be read even after a reset.
+    """
+    left: list[socket.socket] = []
+    for sock in sockets:
+        try:
+            sock.shutdown(socket.SHUT_WR)
+            left.append(sock)
+        except OSError:  # it is closed, or has been reset
+            sock.close()
+
+    def all_done() -> bool:
+        for sock in list(left):
+            if _is_done(sock):
+                left.remove(sock)
+                sock.close()
+        return not left
+
+    backoff.poll(all_done, within)
+    for sock in left:
+        sock.close()
+
+
+def _is_done(sock: socket.socket) -> bool:
+    """Drop some of what has arrived: a peer that goes on sending must not keep this rank here. Returns whether the
+    peer's system has everything, or the connection has ended."""
+    try:
+        with suppress(BlockingIOError):
+            sock.recv(_SCRAP)
+        unsent: int = struct.unpack("i", fcntl.ioctl(sock, _UNSENT, bytes(4)))[0]
+    except OSError:
+        return True
+    return unsent == 0

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from collectives.base.errors import CollectiveTimeoutError
 from collectives.transport.backoff import yield_core
 from collectives.transport.base import Array, as_bytes
-from collectives.transport.tcp.closing import close_all
 from collectives.transport.tcp.mesh import Links
-from collectives.transport.tcp.tcp_channel import CLOSE_WITHIN, TcpChannel
+from collectives.transport.tcp.tcp_channel import CLOSE_WITHIN, TcpChannel, close_all
 
 LANES_FROM = 1 << 18
 """Bytes from which a message is divided among the lanes."""

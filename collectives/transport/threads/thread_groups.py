@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -91,21 +92,10 @@ def connect(
         )
         control = BoardControl(control_board, partial(exchange.exchange, rank))
         messages = ThreadMessages(rank, mailboxes, control_board, timeout)
-        groups.append(
-            Group(
-                rank,
-                size,
-                layout,
-                control,
-                memory,
-                messages,
-                partial(split, rank),
-                names,
-                memory.close,
-                open_endpoint=partial(ThreadEndpoint, rank, queues, names),
-            )
-        )
         board.names = control_board.names = names
+        parts, open_endpoint = partial(split, rank), partial(ThreadEndpoint, rank, queues, names)
+        group = Group(rank, size, layout, control, memory, messages, parts, names, memory.close, None, open_endpoint)
+        groups.append(group)
     return groups
 
 
@@ -273,12 +263,10 @@ def run(
     return results
 
 
+@dataclass(slots=True)
 class _Message:
-    __slots__ = ("block", "read")
-
-    def __init__(self, block: memoryview) -> None:
-        self.block = block
-        self.read = False
+    block: memoryview
+    read: bool = False
 
 
 _Mailboxes = list[list[deque[_Message]]]
@@ -316,6 +304,6 @@ def _let_others_run() -> None:
     time.sleep(0)  # releases the GIL
 
 
-def _settle(message: Outgoing, refused: str) -> Any:
+def _settle(message: Outgoing, refused: str) -> None:
     message.refused = refused
     message.end()

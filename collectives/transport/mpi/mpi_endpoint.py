@@ -59,8 +59,10 @@ class MpiEndpoint:
     def send(self, message: Outgoing) -> None:
         array, shape = message.array, message.shape
         eager = array.nbytes <= EAGER_BYTES
-        self._numbers += not eager
-        payload_tag = 0 if eager else _FIRST_PAYLOAD_TAG + self._numbers % self._payload_tags
+        payload_tag = 0
+        if not eager:
+            self._numbers += 1
+            payload_tag = _FIRST_PAYLOAD_TAG + self._numbers % self._payload_tags
         payload = array.view(np.uint8)
         header = _HEADER.pack(message.tag, payload_tag, array.nbytes, DTYPE_CODE[SUPPORTED[array.dtype]], len(shape))
         envelope = header + struct.pack(f"<{len(shape)}q", *shape) + (payload.tobytes() if eager else b"")

@@ -224,13 +224,12 @@ class TcpEndpoint:
         if connection.arriving is not None or end - start < _HEADER.size:
             return False
         kind, tag, number, nbytes, code, dimensions = _HEADER.unpack_from(buffer, start)
-        if not 0 <= dimensions <= _MOST_DIMENSIONS or not 0 <= code < len(DTYPE_NAMES) or nbytes < 0:
-            raise TransportError(f"rank {self._names[connection.peer]} has sent what is no message")
         inside = nbytes if kind in (EAGER, REFUSE) else 0
+        valid = 0 <= dimensions <= _MOST_DIMENSIONS and 0 <= code < len(DTYPE_NAMES) and nbytes >= 0
+        if not valid or inside > EAGER_BYTES:
+            raise TransportError(f"rank {self._names[connection.peer]} has sent what is no message")
         start += _HEADER.size
         after = start + 8 * dimensions
-        if inside > EAGER_BYTES:
-            raise TransportError(f"rank {self._names[connection.peer]} has sent what is no message")
         if end < after + inside:
             return False
         connection.start = after + inside

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from collectives.base import interrupts
 from collectives.base.errors import CollectiveTimeoutError
 from collectives.transport.backoff import yield_core
 from collectives.transport.base import Array, as_bytes
@@ -135,6 +136,7 @@ class TcpMessages:
                 begun, nap = time.monotonic(), _FIRST_DOZE
             if self._doze(nap):
                 continue
+            interrupts.check()
             channel.check()
             if time.monotonic() - begun > channel.timeout:
                 peers = ", ".join(str(channel.names[peer]) for peer in sorted({lane.peer for lane in self._active}))

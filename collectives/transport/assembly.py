@@ -114,7 +114,6 @@ def make_group(
 
 
 def _hosts_of(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host."""
     ranks: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):
         ranks.setdefault(identity, []).append(rank)

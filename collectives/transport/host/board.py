@@ -135,7 +135,6 @@ class Board:
         self.seen[peer] = words[_PROGRESS]
 
     def enter(self, signature: int, words: Sequence[int] | memoryview = ()) -> None:
-        """Enter the next call with a token of this signature; many words at once as a memoryview of format "q"."""
         self.call = call = self.call + 1
         self._token = token = signature << 16 | (call & CALL_MASK)
         self._count = len(words)
@@ -207,7 +206,6 @@ class Board:
         return [peer for peer in self.peers if self._words[peer][at] & CALL_MASK != call & CALL_MASK]
 
     def has_entered(self, peer: int, upcoming: bool = False) -> bool:
-        """Whether ``peer`` is not `missing`."""
         return peer not in self.missing(upcoming=upcoming)
 
     def await_entries(self) -> bool:
@@ -220,7 +218,6 @@ class Board:
         return bool(self.look())
 
     def tells(self, expected: Sequence[tuple[int, int, int]]) -> bool:
-        """Whether peers entered the present call with the words that ``expected`` lists: peer, first, second."""
         words, at = self._words, self._slots[self.call & 1]
         for peer, first, second in expected:
             peer_words = words[peer]
@@ -229,7 +226,6 @@ class Board:
         return True
 
     def words_of(self, peer: int) -> Sequence[int]:
-        """The words with which ``peer`` entered the present call: as many as this rank's."""
         at = self._slots[self.call & 1]
         words: Sequence[int] = self._words[peer][at : at + self._count]
         return words

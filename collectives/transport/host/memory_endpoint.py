@@ -140,7 +140,6 @@ class MemoryEndpoint:
                 reader.take()
 
     def _read(self, peer: int, reader: Reader, header: tuple[int, ...]) -> None:
-        """Handle one record."""
         kind, _, tag, number, nbytes, code, count, where = header
         if kind == DONE:
             message = self._ready.pop(number)

@@ -135,7 +135,6 @@ class Writer:
         return self._count - self._seen <= most
 
     def release(self) -> None:
-        """Release the views, so that the memory can be unmapped."""
         self._ring.release()
 
 
@@ -187,10 +186,8 @@ class Reader:
         return self._array[start : start + nbytes]
 
     def take(self) -> None:
-        """Free its place."""
         self.count = self._words[self._read] = self.count + self._length
 
     def release(self) -> None:
-        """Release the views, so that the memory can be unmapped."""
         del self._array
         self._ring.release()

@@ -90,7 +90,6 @@ class Channel:
         self.notices, self.failed, self._gone = notices, notices.failed, notices.gone
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gather every rank's small value (see `interchange`) on every rank, in rank order; raises as `Waiter.wait`."""
         from mpi4py import MPI
 
         own_bytes = to_json(value)
@@ -118,7 +117,6 @@ class Channel:
         self._collectives.remove(posted)
 
     def tell(self, notice: Notice, text: str) -> None:
-        """Send a notice to every other rank. Does not wait."""
         if self.notices is not None and notice is Notice.FAILED:
             self.notices.tell(notice, text)
             return
@@ -177,7 +175,6 @@ class Channel:
         return True
 
     def look_for_failures(self) -> None:
-        """Read the notices; raise RankFailedError if a rank has failed."""
         self._read_notices()
         if self.notices is not None:
             self.notices.look_for_failures()
@@ -185,8 +182,6 @@ class Channel:
             raise RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed:\n{text}")
 
     def quiet(self) -> bool:
-        """Drain notices for a bounded time. Returns True if every rank has left or failed, so that none remain in
-        flight."""
         return backoff.poll(self._all_said_goodbye, _SAY_GOODBYE_WITHIN)
 
     def _all_said_goodbye(self) -> bool:

@@ -115,7 +115,6 @@ class MpiWiring:
         return self
 
     def _quicker(self, watched: MpiHeart, config: Config) -> Wiring:
-        """This wiring, or one by TCP: whichever is quicker between these hosts."""
         from collectives.transport.mpi.network_choice import choose
 
         tcp = self._replaced(watched, config)

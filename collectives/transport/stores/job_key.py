@@ -59,7 +59,6 @@ def of_user(environment: Mapping[str, str], job: str) -> bytes:
 
 
 def path_of_user(environment: Mapping[str, str]) -> Path:
-    """The file with the user's key."""
     try:
         folder = environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME") or Path.home(), ".config")
     except RuntimeError:  # the system does not know the user, as in a container that runs under any number

@@ -67,11 +67,9 @@ class Meeting:
 
     @property
     def serves(self) -> bool:
-        """Whether this process serves the store."""
         return self._store is not None and any(self._store.address[1] == server.address[1] for server in _served)
 
     def close(self) -> None:
-        """End the connection."""
         if self._store is not None:
             self._store.close()
         self._service.close()
@@ -130,7 +128,6 @@ class Meeting:
         return False
 
     def reasons(self) -> str:
-        """Why there is no connection yet."""
         reasons: dict[str, list[int]] = {}
         for port, why in list(self._why.items()):  # to which another thread may add
             reasons.setdefault(why, []).append(port)

@@ -40,7 +40,6 @@ class Asked(NamedTuple):
 
     @property
     def explicit(self) -> bool:
-        """Whether it told anything."""
         return any(value is not None for value in self)
 
 
@@ -70,7 +69,6 @@ class Place:
 
 
 def exchange_of(place: Place, config: Config) -> StoreExchange:
-    """The exchange of a place."""
     assert place.store is not None
     return StoreExchange(
         *(place.store, place.rank, place.size, config.timeout, place.how, place.key),
@@ -156,7 +154,6 @@ def find(
 
 
 def _at_told(environment: Mapping[str, str], config: Config, asked: Asked, address: str) -> Place:
-    """The place that the program or the user named."""
     rank, size = _rank_and_size(environment, asked)
     how = "init(store=...)" if asked.store is not None else address
     key = job_key.from_environment(environment)
@@ -174,7 +171,6 @@ def _at_told(environment: Mapping[str, str], config: Config, asked: Asked, addre
 
 
 def _rank_and_size(environment: Mapping[str, str], asked: Asked) -> tuple[int, int]:
-    """The rank and size that the program told, the user, or a launcher."""
     if asked.rank is not None and asked.size is not None:
         return asked.rank, asked.size
     texts = [environment.get(name, "").strip() for name in ("COLLECTIVES_RANK", "COLLECTIVES_SIZE")]

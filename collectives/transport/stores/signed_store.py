@@ -54,7 +54,6 @@ class SignedStore:
         self._store, self._key, self._rank, self._how = store, key, rank, how
 
     def set(self, key: str, value: Any) -> None:
-        """Set a key to a value that JSON can carry."""
         text = json.dumps(value).encode()
         if self._key is not None:
             text = b"%b%b %b" % (_SIGNED, _signature(self._key, key, text), text)

@@ -120,7 +120,6 @@ class StoreServer:
                 await event.wait()
 
     def close(self) -> None:
-        """End the connections, and stop listening."""
         self._listener.close()
         self._service.call(lambda: [task.cancel() for task in list(self._clients)])
 
@@ -227,7 +226,6 @@ class Store:
         return network.joined(*self.address)
 
     def close(self) -> None:
-        """End the connection."""
         with self._lock:
             if self._sock is not None:
                 self._sock.close()

@@ -291,7 +291,6 @@ class StoreExchange:
             self._store.server = offer["by"] if offer["serves"] else ""
 
     def _check_number(self, offer: dict[str, Any]) -> None:
-        """Raise if this rank's offer was replaced."""
         if offer["nonce"] != self._offer["nonce"]:
             raise InvalidArgumentError(
                 f"rank {self._rank}: {offer['by']} calls itself rank {self._rank} of {self._how}, as this process "
@@ -307,7 +306,6 @@ class StoreExchange:
                 )
 
     def _compare_sizes(self) -> None:
-        """Raise if ranks disagree about their number."""
         difference = self._sizes.difference()
         if difference:
             raise _KnownError(

@@ -70,7 +70,6 @@ class Connection(socket.socket):
 
 
 def make_key() -> bytes:
-    """A new key for a job."""
     return secrets.token_bytes(KEY_BYTES)
 
 

@@ -78,7 +78,6 @@ class _Peer:
         self._sending = threading.Lock()
 
     def pending(self) -> bool:
-        """Whether the system does not take everything."""
         self.flush()
         return bool(self._outbox)
 
@@ -148,7 +147,6 @@ class Heart:
             raise
 
     def start(self) -> None:
-        """Begin to beat and to listen."""
         self._serving = self._service.start(self._serve())
 
     def notices(self, group: str, members: Sequence[int]) -> Notices:

@@ -94,7 +94,6 @@ class Listener:
             sock.send(unproved.verification.greeting)
 
     def _make_room(self) -> None:
-        """Drop one of the connections of the source that has most of them."""
         crowds = Counter(one.source for one in self._unproved.values())
         most = max(crowds.values())
         self._drop(random.choice([sock for sock, one in self._unproved.items() if crowds[one.source] == most]))

@@ -33,7 +33,8 @@ class Notice(enum.IntEnum):
 
 
 class Notices:
-    """What the other members of one group have said about themselves, or what is known of their ends.
+    """What the other members of one group have said about themselves, or what is known of their ends; methods that
+    `network_control.ControlChannel` has too do the same here.
 
     The service's thread fills the attributes, whose keys are ranks of the group; any thread may read them.
 
@@ -58,17 +59,14 @@ class Notices:
         self._places = {member: place for place, member in enumerate(self.members)}
 
     def tell(self, notice: Notice, text: str) -> None:
-        """Send a notice to every other member. Does not wait."""
         if not self._has_left:
             self._has_left = notice is Notice.LEFT
             self._heart.tell(self, notice, text)
 
     def leave(self, calls: int) -> None:
-        """Tell every other member that this rank has left after ``calls`` calls."""
         self.tell(Notice.LEFT, str(calls))
 
     def quiet(self) -> bool:
-        """Wait for a bounded time until the system has taken all that was told. Returns whether it has."""
         return backoff.poll(lambda: self._heart.has_told(self), _TAKEN_WITHIN)
 
     def look_for_failures(self) -> None:
@@ -83,7 +81,6 @@ class Notices:
         raise RankFailedError(f"{me}: rank {self.members[place]} has failed:\n{text}")
 
     def departed(self) -> set[int]:
-        """The members that have left or died."""
         return self.left.keys() | self.gone
 
     def all_left(self) -> bool:
@@ -96,7 +93,6 @@ class Notices:
         self._heart.forget(self)
 
     def deliver(self, rank: int, notice: Notice, text: str) -> None:
-        """Note what a rank of the job says."""
         place = self._places.get(rank)
         if place is None:
             return
@@ -112,7 +108,6 @@ class Notices:
         return place is not None and place not in self.failed and (silent or place not in self.left)
 
     def lose(self, rank: int, sentence: str, silent: bool) -> None:
-        """Note how a rank of the job has ended."""
         if self.misses(rank, silent):
             self.died[self._places[rank]] = sentence
             self.failed[self._places[rank]] = sentence

@@ -49,7 +49,6 @@ class Running(Generic[T]):
         self._finished.set()
 
     def done(self) -> bool:
-        """Whether it has returned, raised or been cancelled."""
         return self._task is not None and self._task.done()
 
     def wait(self, seconds: float) -> bool:
@@ -62,7 +61,6 @@ class Running(Generic[T]):
         return self._task.result()
 
     def cancel(self) -> None:
-        """Cancel it, unless it is done."""
         if not self.done():
             with suppress(RuntimeError):  # the loop was closed meanwhile
                 self._service.call(self._cancel)
@@ -102,7 +100,6 @@ class Service:
             self.loop.close()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Running[T]:
-        """Start a coroutine in the thread."""
         running = Running(self, coroutine)
         with interrupts.deferred():
             try:
@@ -132,7 +129,6 @@ class Service:
             running.cancel()
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function in the thread; does not wait for it."""
         self.loop.call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:

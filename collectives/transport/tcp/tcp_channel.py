@@ -75,7 +75,6 @@ class TcpChannel:
         self.bruck = Bruck(rank, size, self._connections, self.lost)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gather every rank's small value (see `interchange`) on every rank, in rank order; raises as `until`."""
         data, bruck = to_json(value), self.bruck
         memory = Memory((HEADER + padded(len(data))) * self.size)
         memory.bytes[HEADER : HEADER + len(data)] = data

@@ -117,7 +117,6 @@ class TcpEndpoint:
         self._write(connection)
 
     def _write(self, connection: _Connection) -> None:
-        """Send what the system takes."""
         sock, outgoing = connection.sock, connection.outgoing
         if sock is None:
             return
@@ -183,7 +182,6 @@ class TcpEndpoint:
         connection.interest = select.POLLIN
 
     def _watch(self, connection: _Connection) -> None:
-        """Poll for what is needed."""
         interest = select.POLLIN | (select.POLLOUT if connection.outgoing else 0)
         if interest != connection.interest and connection.sock is not None:
             self._poll.modify(connection.sock, interest)
@@ -219,7 +217,6 @@ class TcpEndpoint:
             self._lose(connection, error)
 
     def _handle(self, connection: _Connection) -> bool:
-        """Handle a frame, if the buffer holds one."""
         buffer, start, end = connection.buffer, connection.start, connection.end
         if connection.arriving is not None or end - start < _HEADER.size:
             return False

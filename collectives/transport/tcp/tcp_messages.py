@@ -213,6 +213,6 @@ class TcpMessages:
             if lane.sock is None:
                 milliseconds = min(milliseconds, _FIRST_DOZE)
             else:
-                reads, writes = select.POLLIN * bool(lane.incoming), select.POLLOUT * bool(lane.outgoing)
+                reads, writes = select.POLLIN if lane.incoming else 0, select.POLLOUT if lane.outgoing else 0
                 poll.register(lane.sock, reads | writes)
         return bool(poll.poll(milliseconds))

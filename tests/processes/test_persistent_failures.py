@@ -90,7 +90,8 @@ except hvd.RankFailedError:
     assert all("refused" in text for text in result.ranks), str(result)
 
 
-def test_a_child_made_by_fork_may_not_start(tmp_path: Path) -> None:
+def test_a_child_made_by_fork_may_not_start_and_a_dropped_operation_in_flight_is_carried_out(tmp_path: Path) -> None:
+    """Its tensor outlives the program's variables."""
     program = """
 child = os.fork()
 if not child:
@@ -104,14 +105,6 @@ os.waitpid(child, 0)
 for operation in operations:
     operation()
 assert (large == 1.5).all() and (mapped == 1.5).all()
-"""
-    result = run_ranks(2, PREAMBLE + OPERATIONS + program, timeout=60, args=[str(tmp_path)])
-    assert all(text.count("refused") == 3 for text in result.ranks), str(result)
-
-
-def test_a_tensor_of_an_operation_in_flight_outlives_its_program_variables(tmp_path: Path) -> None:
-    """The operation is dropped while it is in flight, and carried out all the same."""
-    program = """
 for _ in range(20):
     with hvd.allreduce_init(np.full(400_000, rank + 1.0), average=False, name="dropped") as operation:
         operation.start()
@@ -122,5 +115,5 @@ for _ in range(20):
 hvd.barrier()
 print("done", flush=True)
 """
-    result = run_ranks(2, PREAMBLE + program, timeout=60, args=[str(tmp_path)])
-    assert all("done" in text for text in result.ranks), str(result)
+    result = run_ranks(2, PREAMBLE + OPERATIONS + program, timeout=60, args=[str(tmp_path)])
+    assert all(text.count("refused") == 3 and "done" in text for text in result.ranks), str(result)

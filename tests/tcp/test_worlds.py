@@ -1,4 +1,5 @@
-"""Scenarios over TCP: ranks as processes that no MPI connects, on pretended hosts, and over messages only.
+"""Scenarios and random programs over TCP: ranks as processes that no MPI connects, on pretended hosts, and over
+messages only.
 
 `python -m tests.support.scenarios.everywhere` has all scenarios in worlds of all shapes.
 """
@@ -19,6 +20,7 @@ from collectives.transport.tcp.tcp_groups import TcpWiring
 from collectives.worlds.world import World
 from tests.support.launching.processes import by_tcp, run
 from tests.support.launching.teams import Team
+from tests.support.random.program_runs import run_on_processes
 from tests.support.scenarios import engine as engine_scenarios
 from tests.support.scenarios import persistent as persistent_scenarios
 from tests.support.scenarios import worlds as scenarios
@@ -101,3 +103,8 @@ def test_a_rank_that_fails_while_others_connect_a_part_leaves_nobody_waiting() -
         os.read(goes_on, 1)  # its end would be noticed, too
 
     run(2, program, connect=by_tcp, config=Config(timeout=10, local_size=1))
+
+
+@pytest.mark.parametrize(("first", "size"), [(1010, 4), (1060, 3)], ids=["2-and-2", "3-messages"])
+def test_random_programs_with_forks_in_their_middle(first: int, size: int) -> None:
+    run_on_processes(range(first, first + 8), size, tcp=True)

@@ -145,16 +145,23 @@ def main() -> None:
     flags.add_argument("--operation", choices=OPERATIONS, help="only this one")
     flags.add_argument("--within", type=float, default=float("inf"), help="seconds after which no more are started")
     given = flags.parse_args()
+    sys.exit(
+        try_all(range(given.first, given.first + given.count), given.within, lambda seed: die(seed, given.operation))
+    )
+
+
+def try_all(seeds: range, within: float, one: Callable[[int], list[str]]) -> bool:
+    """Print what is wrong with the death of each seed, until the time is up; whether anything is."""
     begun, done, wrong = time.monotonic(), 0, 0
-    for seed in range(given.first, given.first + given.count):
-        if time.monotonic() - begun > given.within:
+    for seed in seeds:
+        if time.monotonic() - begun > within:
             break
-        problems = die(seed, given.operation)
+        problems = one(seed)
         done, wrong = done + 1, wrong + bool(problems)
         for problem in problems:
             print(problem, flush=True)
     print(f"{done} deaths in {time.monotonic() - begun:.0f} s; {wrong} wrong")
-    sys.exit(bool(wrong))
+    return bool(wrong)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from collectives.transport import backoff
 from collectives.worlds import runtime
 from tests.support.launching.clusters import Cluster, cluster
 from tests.support.launching.mpirun import IMPLEMENTATIONS, ROOT, python_for, rank_environment
-from tests.trials.killed_ranks import OPERATIONS, calls
+from tests.trials.killed_ranks import OPERATIONS, calls, try_all
 
 HOWS = ("killed", "off", "cut", "stopped", "cut for a moment", "stopped for a moment")
 """A rank is killed; a host is switched off, or its cable is pulled; a rank is stopped; the last two end in time."""
@@ -314,18 +314,14 @@ def main() -> None:
     if given.rank:
         _be_a_rank(given.rank, given.operation, given.count, given.until_stopped)
         return
-    begun, done, wrong = time.monotonic(), 0, 0
-    for seed in range(given.first, given.first + given.number):
-        if time.monotonic() - begun > given.within:
-            break
+
+    def one(seed: int) -> list[str]:
         plan, at = draw(seed, given.how, given.mpi), time.monotonic()
         problems = lose(plan)
-        done, wrong = done + 1, wrong + bool(problems)
         print(f"{plan}: {'WRONG' if problems else 'ok'}, {time.monotonic() - at:.0f} s", flush=True)
-        for problem in problems:
-            print(problem, flush=True)
-    print(f"{done} deaths in {time.monotonic() - begun:.0f} s; {wrong} wrong")
-    sys.exit(bool(wrong))
+        return problems
+
+    sys.exit(try_all(range(given.first, given.first + given.number), given.within, one))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Attack two ranks from the path between them, or through the store at which they meet, and look at what they use.
 
-    python -m tests.trials.tampering                          # ranks that `collectivesrun` starts, and its own store
-    python -m tests.trials.tampering --hosts host1:1,host2:1  # on one of these hosts: over the network between them
-    python -m tests.trials.tampering --only words             # the attacks whose names contain a word
+    python -m tests.trials.tampering  # all attacks from the path; the tests make some, and those through the store
 
 Somebody on the path passes every connection of rank 1 on, and changes what comes by: turns a bit, puts in frames of its
 own or old ones, leaves frames out, changes their order, or puts a pickle in the place of a record. Somebody at the
@@ -12,13 +10,10 @@ right if nothing was unpickled, no sum was wrong, and the job went on or ended w
 
 from __future__ import annotations
 
-import argparse
-import os
 import pickle
 import re
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,13 +26,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import collectives
 from collectives.base.config import Config
 from collectives.base.reduce_op import Op
 from collectives.transport.group import Group
 from collectives.transport.stores import store
 from collectives.transport.tcp import listener, mesh
-from collectives.worlds import runtime
 from collectives.worlds.world import World
 from tests.support.launching import processes
 from tests.trials.hostile import GREETED, Bomb, receive
@@ -282,64 +275,18 @@ def attacked(name: str, connect: Callable[..., Group], folder: Path, borne: bool
     return judge(name, borne, [one.text for one in processes.finish(ranks) if one.error is not None], folder)
 
 
-def _be_a_rank(name: str, folder: Path) -> None:
-    """A rank that `collectivesrun` has started."""
-    if os.environ["COLLECTIVES_RANK"] == "1":
-        OnPath(ATTACKS[name], folder).install()
-    collectives.init()
-    work(folder, runtime.world())
-    collectives.shutdown()
-
-
-def _launched(name: str, hosts: str) -> str:
-    """Attack two ranks that `collectivesrun` starts; raises as `judge`."""
-    settings = {f"COLLECTIVES_{setting.upper()}": str(value) for setting, value in _SETTINGS.items()}
-    where = ["-H", hosts] if hosts else []
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # which hosts share
-        rank = [sys.executable, "-m", "tests.trials.tampering", "--rank", folder, "--only", name]
-        command = [
-            sys.executable,
-            "-m",
-            "collectives.launch",
-            "--launcher",
-            "ssh",
-            "--verbose",
-            "-np",
-            "2",
-            *where,
-            *rank,
-        ]
-        done = subprocess.run(
-            command, env={**os.environ, **settings}, stdin=subprocess.DEVNULL, capture_output=True, timeout=120
-        )
-        said = (done.stdout + done.stderr).decode(errors="replace")
-        return judge(name, ATTACKS[name].borne, [said] if done.returncode else [], Path(folder))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Attack, and print what came of it; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.trials.tampering",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--only", default="", help="a word of the attacks' names")
-    parser.add_argument("--hosts", default="", help="of collectivesrun")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args(arguments)
-    if asked.rank:
-        _be_a_rank(asked.only, asked.rank)
-        return 0
+def main() -> None:
+    """Make every attack, and print what came of it."""
     wrong = 0
-    for name in ATTACKS:
-        if asked.only in name:
+    for name, attack in ATTACKS.items():
+        with tempfile.TemporaryDirectory() as folder:
             try:
-                print(_launched(name, asked.hosts), flush=True)
+                print(attacked(name, partial(on_path, attack, Path(folder)), Path(folder), attack.borne), flush=True)
             except AssertionError as error:
                 wrong += 1
                 print(f"WRONG: {error}", flush=True)
-    return min(wrong, 1)
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

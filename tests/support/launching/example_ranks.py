@@ -35,7 +35,8 @@ def run(command: list[str], rank: int, folder: Path) -> None:
         print(f"### {name} {size}", flush=True)
     sys.argv = command
     trained = runpy.run_path(command[0])["main"]()
-    np.savez(folder / f"{name}-{size}-{rank}.npz", *parameters(trained))
+    if trained is not None:
+        np.savez(folder / f"{name}-{size}-{rank}.npz", *parameters(trained))
 
 
 def main() -> None:

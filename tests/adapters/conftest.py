@@ -1,9 +1,12 @@
-"""The framework that a test is for, joined with the other ranks: once for all files of an mpirun."""
+"""The framework that a file is for, joined with the other ranks: once for all files of an mpirun."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +28,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.mpi(min_size=2))
 
 
-@pytest.fixture
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all ranks, of the `hvd` that the test names before it."""
-    hvd = request.getfixturevalue(next(name for name in request.fixturenames if name.startswith("hvd")))
-    return Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("shared")) if hvd.rank() == 0 else None))
-
-
 @pytest.fixture(scope="session")
-def hvd() -> Iterator[Any]:
-    """`collectives.torch`, initialized."""
-    import torch
+def world() -> Iterator[None]:
+    """Ends with the last file."""
+    yield
+    importlib.import_module("collectives").shutdown()
 
-    import collectives.torch
+
+@pytest.fixture(scope="module")
+def hvd(request: pytest.FixtureRequest, world: None) -> Any:
+    """The adapter that the file's name tells, initialized; for Keras on the backend that KERAS_BACKEND names."""
+    name = request.path.stem.split("_")[1]
+    if name == "torch":
+        _prepare_torch()
+    if name == "tensorflow":
+        _prepare_tensorflow()
+    if name.startswith("keras"):
+        name = "tensorflow.keras" if "TF_USE_LEGACY_KERAS" in os.environ else "keras"
+    adapter = importlib.import_module(f"collectives.{name}")
+    adapter.init()
+    return adapter
+
+
+def _prepare_torch() -> None:
+    import torch
 
     torch.set_num_threads(1)  # there are more ranks than cores
     with contextlib.suppress(ImportError):
@@ -46,40 +60,32 @@ def hvd() -> Iterator[Any]:
         # torch's compiler shows bars. A thread that watches them might call collectives, as far as the engine knows,
         # which therefore waits for 20 seconds before it believes that ranks have parted.
         tqdm.monitor_interval = 0
-    collectives.torch.init()
-    yield collectives.torch
-    collectives.torch.shutdown()
 
 
-@pytest.fixture(scope="session")
-def hvd_tf() -> Iterator[Any]:
-    """`collectives.tensorflow`, initialized."""
+def _prepare_tensorflow() -> None:
     import tensorflow as tf
-
-    import collectives.tensorflow
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    collectives.tensorflow.init()
-    yield collectives.tensorflow
-    collectives.tensorflow.shutdown()
 
 
-@pytest.fixture(scope="session")
-def hvd_keras() -> Iterator[Any]:
-    """`collectives.keras`, initialized, on the backend that KERAS_BACKEND names."""
-    import collectives.keras
-
-    collectives.keras.init()
-    yield collectives.keras
-    collectives.keras.shutdown()
+@pytest.fixture
+def folder(hvd: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all ranks."""
+    return Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("shared")) if hvd.rank() == 0 else None))
 
 
-@pytest.fixture(scope="session")
-def hvd_jax() -> Iterator[Any]:
-    """`collectives.jax`, initialized."""
-    import collectives.jax
+@pytest.fixture
+def pair(hvd: Any) -> Iterator[Any]:
+    """The process set of the first and the last rank."""
+    chosen = hvd.add_process_set([0, hvd.size() - 1])
+    yield chosen
+    hvd.remove_process_set(chosen)
 
-    collectives.jax.init()
-    yield collectives.jax
-    collectives.jax.shutdown()
+
+@pytest.fixture
+def as_horovod(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of Horovod, on which the ranks agree at `init` otherwise."""
+    from collectives.worlds.runtime import world_of
+
+    monkeypatch.setattr(world_of(None), "config", replace(world_of(None).config, gradients="horovod"))

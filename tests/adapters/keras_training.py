@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from typing import Any
 
-import keras
 import numpy as np
-import pytest
 
-if os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "True", "true"):
-    pytest.skip("TF_USE_LEGACY_KERAS is set: that run is for Keras 2", allow_module_level=True)
+KERAS_2 = "TF_USE_LEGACY_KERAS" in os.environ
+keras = importlib.import_module("tensorflow").keras if KERAS_2 else importlib.import_module("keras")
 
 if keras.backend.backend() == "jax":
     import jax

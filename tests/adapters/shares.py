@@ -12,6 +12,7 @@ The loss of a rank is the sum over its rows times ``size / ROWS``: the average o
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -63,14 +64,14 @@ def mine(hvd: Any, rows: Any) -> Any:
     return rows[:, share(hvd.size(), hvd.rank())]
 
 
-def alone(program: Callable[..., Any], one: One, *arguments: Any) -> Any:
+def alone(program: Callable[..., Any], one: One, **arguments: Any) -> Any:
     """What a program finds in one process; TensorFlow runs eagerly, as tracing takes longer than a few steps."""
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is None:
-        return program(one, *arguments)
+        return program(one, **arguments)
     tensorflow.config.run_functions_eagerly(True)
     try:
-        return program(one, *arguments)
+        return program(one, **arguments)
     finally:
         tensorflow.config.run_functions_eagerly(False)
 
@@ -81,3 +82,24 @@ def compare(found: Mapping[str, Any], wanted: Mapping[str, Any], rtol: float, at
     for name, value in found.items():
         np.testing.assert_allclose(np.asarray(value), np.asarray(wanted[name]), rtol, atol, err_msg=name)
     collectives.check_consistency({name: np.asarray(value) for name, value in found.items()})
+
+
+def recipe_of(
+    rtol: float, atol: float, one: type[One] = One, eagerly: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A decorator that makes a test: what a program finds on the ranks is what it finds in one process.
+
+    Args:
+        eagerly: whether the one process traces no functions of TensorFlow, which round halves elsewhere.
+    """
+
+    def decorate(program: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(program)
+        def test(hvd: Any, **arguments: Any) -> None:
+            found, single = program(hvd, **arguments), one(hvd.size())
+            wanted = alone(program, single, **arguments) if eagerly else program(single, **arguments)
+            compare(found, wanted, rtol, atol)
+
+        return test
+
+    return decorate

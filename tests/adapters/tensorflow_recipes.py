@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, TOKENS, WORDS, One, X, Y, alone, compare, mine
+from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, TOKENS, WORDS, One, X, Y, mine, recipe_of
 
 keras = tf.keras
 Result = dict[str, Any]
@@ -32,14 +31,7 @@ class Plain(One):
         return Dense(tape)
 
 
-def recipe(program: Callable[[Any], Result]) -> Callable[..., None]:
-    """A test: what the program finds on the ranks is what it finds in one process."""
-
-    def test(hvd_tf: Any) -> None:
-        compare(program(hvd_tf), alone(program, Plain(hvd_tf.size())), 1e-7, 1e-9)
-
-    test.__doc__ = program.__doc__
-    return test
+recipe = recipe_of(1e-7, 1e-9, Plain)
 
 
 def network(hvd: Any, *middle: Any, dtype: Any = "float64", restarted: int = 0) -> Any:

@@ -136,8 +136,7 @@ def by_callback() -> Iterator[None]:
 @pytest.mark.skipif(compat.ffi is None, reason="it is the only way here")
 @pytest.mark.usefixtures("by_callback")
 @pytest.mark.parametrize("ordered", (True, False))
-def test_by_a_callback_of_jax(hvd_jax: Any, ordered: bool) -> None:
-    hvd = hvd_jax
+def test_by_a_callback_of_jax(hvd: Any, ordered: bool) -> None:
     rank, size = hvd.rank(), hvd.size()
 
     @jax.jit
@@ -159,5 +158,5 @@ def test_by_a_callback_of_jax(hvd_jax: Any, ordered: bool) -> None:
 
 
 @pytest.mark.skipif(compat.ffi is None, reason="there is only the other way here")
-def test_nothing_is_copied(hvd_jax: Any) -> None:
-    assert "collectives.jax" in jax.jit(hvd_jax.allreduce).lower(jnp.ones(3)).as_text()
+def test_nothing_is_copied(hvd: Any) -> None:
+    assert "collectives.jax" in jax.jit(hvd.allreduce).lower(jnp.ones(3)).as_text()

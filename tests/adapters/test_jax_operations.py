@@ -37,16 +37,14 @@ def same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sum_of_every_dtype(hvd_jax: Any, dtype: str) -> None:
-    hvd = hvd_jax
+def test_sum_of_every_dtype(hvd: Any, dtype: str) -> None:
     everyone = np.stack([np.asarray(of_rank(rank, dtype=dtype)) for rank in range(hvd.size())])
     expected = everyone.any(0) if dtype == "bool" else sum(everyone[1:], everyone[0])
     for run in each(lambda x: hvd.allreduce(x, op=hvd.Sum)):
         same(run(of_rank(hvd.rank(), dtype=dtype)), jnp.asarray(expected))
 
 
-def test_every_reduction(hvd_jax: Any) -> None:
-    hvd = hvd_jax
+def test_every_reduction(hvd: Any) -> None:
     everyone = np.stack([np.asarray(of_rank(rank)) for rank in range(hvd.size())])
     reductions = {hvd.Average: np.mean, hvd.Sum: np.sum, hvd.Min: np.min, hvd.Max: np.max, hvd.Product: np.prod}
     for op, reduce in reductions.items():
@@ -60,8 +58,7 @@ def test_every_reduction(hvd_jax: Any) -> None:
 
 
 @pytest.mark.parametrize("ordered", (True, False))
-def test_a_pytree_is_one_call_and_keeps_its_structure(hvd_jax: Any, ordered: bool) -> None:
-    hvd = hvd_jax
+def test_a_pytree_is_one_call_and_keeps_its_structure(hvd: Any, ordered: bool) -> None:
 
     def tree(rank: int) -> Any:
         small = [of_rank(rank, (length,)) for length in (1, 3, 4)]
@@ -91,8 +88,8 @@ def test_a_pytree_is_one_call_and_keeps_its_structure(hvd_jax: Any, ordered: boo
     )
 
 
-def test_numpy_arrays_and_numbers_are_leaves(hvd_jax: Any) -> None:
-    hvd, size = hvd_jax, hvd_jax.size()
+def test_numpy_arrays_and_numbers_are_leaves(hvd: Any) -> None:
+    size = hvd.size()
     tree = [np.arange(3, dtype=np.float64) + hvd.rank(), 2.5, 2, True, np.float32(3)]
     expected = [
         sum(np.arange(3) + rank for rank in range(size)).astype(np.float32),
@@ -107,10 +104,9 @@ def test_numpy_arrays_and_numbers_are_leaves(hvd_jax: Any) -> None:
     same(jax.jit(lambda: hvd.allreduce(tree, op=hvd.Sum))(), found)  # constants of a program
 
 
-def test_results_are_arrays_of_their_own(hvd_jax: Any) -> None:
+def test_results_are_arrays_of_their_own(hvd: Any) -> None:
     """Memory is not given to another result, or written to, while JAX has it: results of many sizes, kept and compared
     later."""
-    hvd = hvd_jax
     sizes = [1, 1000, 5000, 300_000, 300_000]
     kept = [hvd.allreduce(jnp.full(size, float(step + hvd.rank())), op=hvd.Max) for step in range(4) for size in sizes]
     views = [jnp.reshape(each, (1, -1)) for each in kept]
@@ -119,9 +115,9 @@ def test_results_are_arrays_of_their_own(hvd_jax: Any) -> None:
         assert (np.asarray(view) == place // len(sizes) + hvd.size() - 1).all()
 
 
-def test_the_operand_of_a_compiled_call_stays(hvd_jax: Any) -> None:
+def test_the_operand_of_a_compiled_call_stays(hvd: Any) -> None:
     """The call replaces its operand in place; XLA copies what the program goes on to use, and what it was given."""
-    hvd, rank = hvd_jax, hvd_jax.rank()
+    rank = hvd.rank()
     total = sum(np.arange(20_000.0) + each for each in range(hvd.size()))
 
     @jax.jit
@@ -139,8 +135,8 @@ def test_the_operand_of_a_compiled_call_stays(hvd_jax: Any) -> None:
         np.testing.assert_array_equal(root, np.arange(20_000.0))
 
 
-def test_rows(hvd_jax: Any) -> None:
-    hvd, rank, size = hvd_jax, hvd_jax.rank(), hvd_jax.size()
+def test_rows(hvd: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
     everyone = [of_rank(each) for each in range(size)]
     uneven = [of_rank(each, (each + 1, 2)) for each in range(size)]
     rows = [each + 1 for each in range(size)]
@@ -159,8 +155,8 @@ def test_rows(hvd_jax: Any) -> None:
     same(hvd.grouped_reducescatter([everyone[rank]], op=hvd.Sum)[0], jnp.array_split(sum(everyone), size)[rank])
 
 
-def test_broadcast(hvd_jax: Any) -> None:
-    hvd, rank, root = hvd_jax, hvd_jax.rank(), hvd_jax.size() - 1
+def test_broadcast(hvd: Any) -> None:
+    rank, root = hvd.rank(), hvd.size() - 1
     for run in each(lambda x: hvd.broadcast(x, root)):
         same(
             run({"a": of_rank(rank), "b": of_rank(rank, (2,), "bool")}),
@@ -169,8 +165,8 @@ def test_broadcast(hvd_jax: Any) -> None:
         same(run(of_rank(rank, (), "bfloat16")), of_rank(root, (), "bfloat16"))
 
 
-def test_alltoall(hvd_jax: Any) -> None:
-    hvd, rank, size = hvd_jax, hvd_jax.rank(), hvd_jax.size()
+def test_alltoall(hvd: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
     mine = jnp.arange(2 * size) + 100 * rank
     for run in each(hvd.alltoall):
         same(run(mine), jnp.concatenate([jnp.arange(2 * rank, 2 * rank + 2) + 100 * peer for peer in range(size)]))
@@ -183,8 +179,7 @@ def test_alltoall(hvd_jax: Any) -> None:
     same([found, received], [expected, jnp.full(size, rank, jnp.int32)])
 
 
-def test_compression(hvd_jax: Any) -> None:
-    hvd = hvd_jax
+def test_compression(hvd: Any) -> None:
 
     class Halved(hvd.Compression.none):  # type: ignore[misc,name-defined]
         @staticmethod
@@ -206,8 +201,7 @@ def test_compression(hvd_jax: Any) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_process_sets(hvd_jax: Any) -> None:
-    hvd = hvd_jax
+def test_process_sets(hvd: Any) -> None:
     last = hvd.add_process_set([hvd.size() - 2, hvd.size() - 1])
     if last.included():
         for run in each(
@@ -226,9 +220,8 @@ def test_process_sets(hvd_jax: Any) -> None:
     hvd.remove_process_set(last)
 
 
-def test_eager_and_compiled_calls_keep_the_programs_order(hvd_jax: Any) -> None:
+def test_eager_and_compiled_calls_keep_the_programs_order(hvd: Any) -> None:
     """Nothing here waits for a result: an eager call must not overtake a compiled one of the same shape."""
-    hvd = hvd_jax
     step = jax.jit(lambda x: hvd.allreduce(jnp.cumsum(x), op=hvd.Max))
     other = jax.jit(lambda x: (hvd.barrier(), hvd.allreduce(x * 3, op=hvd.Max))[1])
     x = jnp.full(100_000, 1.0 + hvd.rank())
@@ -240,9 +233,8 @@ def test_eager_and_compiled_calls_keep_the_programs_order(hvd_jax: Any) -> None:
 
 
 @pytest.mark.parametrize("ordered", (True, False))
-def test_independent_calls_of_one_program_do_not_change_places(hvd_jax: Any, ordered: bool) -> None:
+def test_independent_calls_of_one_program_do_not_change_places(hvd: Any, ordered: bool) -> None:
     """Also those of one name, in one function."""
-    hvd = hvd_jax
 
     @jax.jit
     def program(xs: Any) -> Any:
@@ -260,8 +252,7 @@ def test_independent_calls_of_one_program_do_not_change_places(hvd_jax: Any, ord
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 5), reason="64-bit types are a context of their own")
-def test_wide_types(hvd_jax: Any) -> None:
-    hvd = hvd_jax
+def test_wide_types(hvd: Any) -> None:
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         for dtype in ("float64", "int64", "complex128"):
             for run in each(lambda x: hvd.allreduce([x, x[0]], op=hvd.Sum)):
@@ -282,8 +273,7 @@ class Foreign:
         return self.array.__dlpack_device__()
 
 
-def test_other_frameworks_tensors(hvd_jax: Any) -> None:
-    hvd = hvd_jax
+def test_other_frameworks_tensors(hvd: Any) -> None:
     for tree in ({"a": Foreign(np.full((2, 3), hvd.rank(), np.float32).T)}, {"a": jnp.full((3, 2), float(hvd.rank()))}):
         found = hvd.allreduce(tree, op=hvd.Max)["a"]
         assert isinstance(found, jax.Array) and found.tolist() == [[hvd.size() - 1.0] * 2] * 3
@@ -335,8 +325,7 @@ def refusals(hvd: Any) -> dict[str, tuple[type[Exception], str, Any]]:
     }
 
 
-def test_refusals(hvd_jax: Any) -> None:
-    hvd = hvd_jax
+def test_refusals(hvd: Any) -> None:
     for what, (kind, text, call) in refusals(hvd).items():
         with pytest.raises(kind, match=text):
             call()
@@ -344,8 +333,7 @@ def test_refusals(hvd_jax: Any) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_one_rank_refuses_and_all_hear_of_it(hvd_jax: Any) -> None:
-    hvd = hvd_jax
+def test_one_rank_refuses_and_all_hear_of_it(hvd: Any) -> None:
     with pytest.raises((InvalidTypeError, MismatchError), match=r"float8|refused"):
         hvd.allreduce(jnp.ones(3, jnp.float8_e4m3fn if hvd.rank() == 0 else jnp.float32))
     assert float(hvd.allreduce(jnp.float32(1), op=hvd.Sum)) == hvd.size()
@@ -353,8 +341,7 @@ def test_one_rank_refuses_and_all_hear_of_it(hvd_jax: Any) -> None:
 
 @pytest.mark.parametrize("ordered", (True, False))
 @pytest.mark.mpi(min_size=2)
-def test_a_mismatch_is_an_error_on_every_rank(hvd_jax: Any, ordered: bool) -> None:
-    hvd = hvd_jax
+def test_a_mismatch_is_an_error_on_every_rank(hvd: Any, ordered: bool) -> None:
     mine = jnp.ones(3 + hvd.rank() % 2)
     with pytest.raises(MismatchError, match="shape"):
         hvd.allreduce(mine, name="eager mismatch")
@@ -371,8 +358,7 @@ def test_a_mismatch_is_an_error_on_every_rank(hvd_jax: Any, ordered: bool) -> No
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_program_that_has_failed_in_flight_is_nothing_to_later_calls(hvd_jax: Any) -> None:
-    hvd = hvd_jax
+def test_a_program_that_has_failed_in_flight_is_nothing_to_later_calls(hvd: Any) -> None:
     x = jnp.ones((600 + hvd.rank() % 2, 600))
     failing = jax.jit(lambda x: hvd.allreduce(x @ x.T, name="fails in flight"))(x)
     assert float(hvd.allreduce(jnp.float32(1), op=hvd.Sum)) == hvd.size()
@@ -386,20 +372,18 @@ def drifted() -> Any:
     return getattr(jax.errors, "JaxRuntimeError", RuntimeError)
 
 
-def test_a_program_of_another_world_is_refused(hvd_jax: Any) -> None:
+def test_a_program_of_another_world_is_refused(hvd: Any) -> None:
     from dataclasses import replace
 
     from collectives.jax.collective_call import CollectiveCall, deserialize
 
-    hvd = hvd_jax
     call = CollectiveCall("allreduce", hvd.size(), hvd.rank(), op="sum", parts=(((2,), (3, 1)),), rows=((1, 2),))
     assert deserialize(call.serialize([((5,), np.dtype(np.float32))])) == call
     with pytest.raises(InvalidArgumentError, match="clear_caches"):
         replace(call, size=hvd.size() + 1).run([np.ones(5, np.float32)])
 
 
-def test_join(hvd_jax: Any) -> None:
-    hvd = hvd_jax
+def test_join(hvd: Any) -> None:
     for step in range(2 + hvd.rank()):
         total = hvd.allreduce(jnp.ones(3), op=hvd.Sum)
         assert float(total[0]) == sum(2 + rank > step for rank in range(hvd.size()))
@@ -408,10 +392,7 @@ def test_join(hvd_jax: Any) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("collective", ["grouped_allreduce", "grouped_allgather", "grouped_reducescatter"])
-def test_a_group_of_no_tensors_on_one_rank_is_an_error_on_every_rank(
-    hvd_jax: Any, collective: str, compiled: bool
-) -> None:
-    hvd = hvd_jax
+def test_a_group_of_no_tensors_on_one_rank_is_an_error_on_every_rank(hvd: Any, collective: str, compiled: bool) -> None:
     tensors = [jnp.ones((6, 2))] if hvd.rank() else []
     call = jax.jit(getattr(hvd, collective)) if compiled else getattr(hvd, collective)
     assert jax.block_until_ready(call([])) == []
@@ -423,8 +404,8 @@ def test_a_group_of_no_tensors_on_one_rank_is_an_error_on_every_rank(
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_float8_is_moved_in_programs_too(hvd_jax: Any, dtype: str) -> None:
-    hvd, rank, size = hvd_jax, hvd_jax.rank(), hvd_jax.size()
+def test_float8_is_moved_in_programs_too(hvd: Any, dtype: str) -> None:
+    rank, size = hvd.rank(), hvd.size()
     x = jnp.full((size, 2), rank + 1.0).astype(dtype)
     for run in (lambda function: function, jax.jit):
         gathered = run(lambda x: hvd.allgather(x[:1]))(x)

@@ -6,7 +6,7 @@ The rows of "Recipes" in docs/horovod.md; `tests.adapters.shares` says how the t
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from collectives.engine import adasum
-from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, One, X, Y, compare, mine, share
+from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, One, X, Y, compare, mine, recipe_of, share
 
 optax = pytest.importorskip("optax")
 pytestmark = pytest.mark.timeout(120)
@@ -52,14 +52,7 @@ def loss_of(hvd: Any) -> Any:
     return loss
 
 
-def recipe(program: Callable[[Any], Result]) -> Callable[..., None]:
-    """A test: what the program finds on the ranks is what it finds in one process."""
-
-    def test(hvd_jax: Any) -> None:
-        compare(program(hvd_jax), program(One(hvd_jax.size())), 2e-5, 2e-6)
-
-    test.__doc__ = program.__doc__
-    return test
+recipe = recipe_of(2e-5, 2e-6)
 
 
 def momentum(rate: Any = 0.1) -> Any:
@@ -138,12 +131,6 @@ def test_value_and_grad(hvd: Any) -> Result:
 
 test_matched_by_name = recipe(lambda hvd: trained(hvd, momentum(), ordered=False))
 test_multi_steps_inside = recipe(lambda hvd: trained(hvd, optax.MultiSteps(momentum(), 2)))
-
-
-@recipe
-def test_freezing(hvd: Any) -> Result:
-    kinds = {"frozen": optax.set_to_zero(), "learning": momentum()}
-    return trained(hvd, optax.multi_transform(kinds, {"hidden": "frozen", "out": "learning"}))
 
 
 @recipe
@@ -274,23 +261,6 @@ def test_contrastive_loss(hvd: Any) -> Result:
     return trained(hvd, momentum(), loss, **({} if isinstance(hvd, One) else {"op": hvd.Sum}))
 
 
-@recipe
-def test_each_row_clipped(hvd: Any) -> Result:
-    """The gradient of every row, by vmap, is clipped before they are added up."""
-    optimizer = hvd.DistributedOptimizer(momentum())
-
-    @jax.jit
-    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
-        of_row = jax.grad(lambda params, x, y: jnp.square(output_of(params, x) - y).mean())
-        rows = jax.vmap(of_row, (None, 0, 0))(params, x, y)
-        factors = jnp.minimum(1.0, 0.3 / jax.vmap(optax.global_norm)(rows)) * hvd.size() / ROWS
-        grads = jax.tree_util.tree_map(lambda grad: jnp.tensordot(factors, grad, 1), rows)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return named(steps(hvd, step, begin(hvd, optimizer)))
-
-
 # ---- precision ------------------------------------------------------------------------------------------------------
 
 
@@ -307,9 +277,9 @@ def test_apply_if_finite(hvd: Any) -> Result:
     return named((params, state))
 
 
-def test_bfloat16(hvd_jax: Any) -> None:
+def test_bfloat16(hvd: Any) -> None:
     """The one process goes through the ranks' shares one by one, since halves are rounded where a product ends."""
-    size = hvd_jax.size()
+    size = hvd.size()
 
     def trained(hvd: Any, parts: list[slice]) -> Result:
         optimizer = hvd.DistributedOptimizer(momentum())
@@ -330,7 +300,7 @@ def test_bfloat16(hvd_jax: Any) -> None:
         return named(steps(hvd, step, begin(hvd, optimizer), feeds))
 
     shares = [share(size, rank) for rank in range(size)]
-    compare(trained(hvd_jax, [shares[hvd_jax.rank()]]), trained(One(size), shares), 1e-3, 1e-4)
+    compare(trained(hvd, [shares[hvd.rank()]]), trained(One(size), shares), 1e-3, 1e-4)
 
 
 @recipe
@@ -357,7 +327,8 @@ def test_join(hvd: Any) -> Result:
     return named((params, state))
 
 
-def resumed(hvd: Any, folder: Path) -> Result:
+@recipe
+def test_checkpoint(hvd: Any, folder: Path) -> Result:
     """Rank 0 alone saves and loads; the others begin with something else, and get what it has."""
     optimizer = hvd.DistributedOptimizer(optax.adam(optax.exponential_decay(0.02, 1, 0.7)))
     params, state = begin(hvd, optimizer)
@@ -376,10 +347,6 @@ def resumed(hvd: Any, folder: Path) -> Result:
     return named((params, state))
 
 
-def test_checkpoint(hvd_jax: Any, folder: Path) -> None:
-    compare(resumed(hvd_jax, folder), resumed(One(hvd_jax.size()), folder), 2e-5, 2e-6)
-
-
 def passes(hvd: Any, optimizer: Any) -> None:
     """Gradients of two passes are averaged on the rank before they travel; the one process takes both at once."""
     one = One(hvd.size())
@@ -391,21 +358,21 @@ def passes(hvd: Any, optimizer: Any) -> None:
     compare(named(found), named(wanted), 2e-5, 2e-6)
 
 
-def test_several_passes(hvd_jax: Any) -> None:
+def test_several_passes(hvd: Any) -> None:
     options = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
-    passes(hvd_jax, hvd_jax.DistributedOptimizer(momentum(), **options))
+    passes(hvd, hvd.DistributedOptimizer(momentum(), **options))
 
 
-def test_multi_steps_outside(hvd_jax: Any) -> None:
-    passes(hvd_jax, optax.MultiSteps(hvd_jax.DistributedOptimizer(momentum()), 2))
+def test_multi_steps_outside(hvd: Any) -> None:
+    passes(hvd, optax.MultiSteps(hvd.DistributedOptimizer(momentum()), 2))
 
 
-def test_adasum(hvd_jax: Any) -> None:
+def test_adasum(hvd: Any) -> None:
     """The one process lets an optimizer act for each rank's share, and combines what they do as the paper says."""
-    size, one = hvd_jax.size(), One(hvd_jax.size())
-    found = trained(hvd_jax, optax.sgd(0.1), op=hvd_jax.Adasum)
+    size, one = hvd.size(), One(hvd.size())
+    found = trained(hvd, optax.sgd(0.1), op=hvd.Adasum)
     params, state = begin(one, optax.sgd(0.1))
-    grads_of = jax.jit(jax.grad(loss_of(hvd_jax)))
+    grads_of = jax.jit(jax.grad(loss_of(hvd)))
 
     def combined(leaf: Any, *grads: Any) -> Any:
         return leaf + adasum.reference([np.ravel(-0.1 * np.asarray(grad)) for grad in grads]).reshape(leaf.shape)

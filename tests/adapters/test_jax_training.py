@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("option", ("divisor", "halves"))
-def test_options_of_the_exchange(hvd_jax: Any, option: str) -> None:
-    hvd, size = hvd_jax, hvd_jax.size()
+def test_options_of_the_exchange(hvd: Any, option: str) -> None:
+    size = hvd.size()
     how = {"gradient_predivide_factor": 4.0} if option == "divisor" else {"compression": hvd.Compression.fp16}
     optimizer = hvd.distributed_gradients(**how)
     updates, _ = optimizer.update({"w": jnp.arange(4.0) + 0.1 * hvd.rank()}, optimizer.init(None))
@@ -29,9 +29,9 @@ def test_options_of_the_exchange(hvd_jax: Any, option: str) -> None:
         assert np.any(np.abs(updates["w"] - wanted) > 1e-6)
 
 
-def test_gradients_of_all_ranks(hvd_jax: Any) -> None:
+def test_gradients_of_all_ranks(hvd: Any) -> None:
     """With auxiliary data, of several arguments, and by another operation; the value stays this rank's."""
-    hvd, size, scale = hvd_jax, hvd_jax.size(), hvd_jax.rank() + 1.0
+    size, scale = hvd.size(), hvd.rank() + 1.0
     mean = (size + 1) / 2
     x, y = jnp.arange(3.0), jnp.ones(3)
 
@@ -48,8 +48,8 @@ def test_gradients_of_all_ranks(hvd_jax: Any) -> None:
     np.testing.assert_allclose(found[1], size * mean * x / 2, 1e-6)
 
 
-def test_the_same_start(hvd_jax: Any) -> None:
-    hvd, rank = hvd_jax, hvd_jax.rank()
+def test_the_same_start(hvd: Any) -> None:
+    rank = hvd.rank()
     root = hvd.size() - 1
 
     def state(rank: int) -> Any:
@@ -76,8 +76,7 @@ def test_the_same_start(hvd_jax: Any) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd_jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    hvd = hvd_jax
+def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def none_left(*arguments: Any, **keywords: Any) -> Any:
         raise MemoryError("none left")
@@ -92,8 +91,7 @@ def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd_jax: Any, monkeypatc
 
 
 @pytest.mark.mpi(min_size=2)
-def test_another_model_on_one_rank(hvd_jax: Any) -> None:
-    hvd = hvd_jax
+def test_another_model_on_one_rank(hvd: Any) -> None:
     with pytest.raises(MismatchError, match=r"params\['w'\].*\(3,\).*\(4,\)"):
         hvd.broadcast_parameters({"w": jnp.ones(4 if hvd.rank() == 1 else 3)})
     with pytest.raises(MismatchError, match="root_rank"):
@@ -103,8 +101,7 @@ def test_another_model_on_one_rank(hvd_jax: Any) -> None:
     assert float(hvd.allreduce(jnp.float32(1), op=hvd.Sum)) == hvd.size()
 
 
-def test_wrong_optimizers(hvd_jax: Any) -> None:
-    hvd = hvd_jax
+def test_wrong_optimizers(hvd: Any) -> None:
     with pytest.raises(InvalidTypeError, match="init and update"):
         hvd.DistributedOptimizer(0.1)
     sgd = hvd.distributed_gradients()
@@ -119,15 +116,14 @@ def test_wrong_optimizers(hvd_jax: Any) -> None:
         twice.update(jnp.ones(2), twice.init(jnp.ones(2)), value_fn=jnp.sum)
 
 
-def test_by_itself_and_on_several_devices(hvd_jax: Any) -> None:
-    """In a process of its own, where neither Optax nor another framework can be imported, and JAX finds two devices."""
-    if hvd_jax.rank():
+def test_without_optax(hvd: Any) -> None:
+    """In a process of its own, where it cannot be imported."""
+    if hvd.rank():
         return
     program = """
 import sys
-for name in ("optax", "torch", "tensorflow", "keras", "mpi4py"):
-    sys.modules[name] = None
-import jax, jax.numpy as jnp, numpy as np
+sys.modules["optax"] = None
+import jax.numpy as jnp
 import collectives.jax as hvd
 hvd.init()
 optimizer = hvd.DistributedOptimizer(hvd.distributed_gradients(), backward_passes_per_step=2)
@@ -135,26 +131,7 @@ state = optimizer.init({"w": jnp.ones(3)})
 for expected in (0.0, 2.0):
     updates, state = optimizer.update({"w": jnp.ones(3)}, state)
     assert float(updates["w"][0]) == expected
-
-second = jax.devices()[1]
-here = jax.device_put(jnp.arange(4.0), second)
-for placed in (hvd.allreduce([here])[0], hvd.broadcast_parameters([here])[0], jax.jit(hvd.allreduce)(here)):
-    assert placed.devices() == {second}
-mesh = jax.sharding.Mesh(np.array(jax.devices()), ("i",))
-sharded = jax.device_put(jnp.arange(4.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i")))
-calls = {
-    "sharded over 2": lambda: hvd.allreduce({"w": sharded}),
-    "that is sharded over 2": lambda: hvd.broadcast_parameters({"w": sharded}),
-}
-for text, call in calls.items():
-    try:
-        call()
-    except (TypeError, ValueError) as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(text)
 """
     launched = ("OMPI_", "PMI", "PRTE_", "_COLLECTIVES", "MPI")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
-    inherited["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     subprocess.run([sys.executable, "-c", program], env=inherited, check=True, timeout=100)

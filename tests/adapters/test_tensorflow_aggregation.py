@@ -71,24 +71,24 @@ def eagerly(hvd: Any, graph: bool, **options: Any) -> tuple[Any, list[int]]:
 
 
 @pytest.mark.parametrize(("op", "average"), (("average", False), ("sum", True)))
-def test_passes_add_up(hvd_tf: Any, op: str, average: bool) -> None:
-    options = {"op": {"average": hvd_tf.Average, "sum": hvd_tf.Sum}[op], "average_aggregated_gradients": average}
-    runs = [eagerly(hvd_tf, False, **options), eagerly(hvd_tf, True, **options), in_session(hvd_tf, **options)]
+def test_passes_add_up(hvd: Any, op: str, average: bool) -> None:
+    options = {"op": {"average": hvd.Average, "sum": hvd.Sum}[op], "average_aggregated_gradients": average}
+    runs = [eagerly(hvd, False, **options), eagerly(hvd, True, **options), in_session(hvd, **options)]
     if average:
         v1.disable_control_flow_v2()  # variables of TensorFlow 1 go with its control flow
         try:
-            runs.append(in_session(hvd_tf, resource=False, **options))
+            runs.append(in_session(hvd, resource=False, **options))
         finally:
             v1.enable_control_flow_v2()
     for found, counts in runs:
-        np.testing.assert_allclose(found, wanted(hvd_tf.size(), average, op), rtol=1e-12)
+        np.testing.assert_allclose(found, wanted(hvd.size(), average, op), rtol=1e-12)
         assert counts == list(range(1, PASSES * STEPS + 1))
 
 
-def test_local_variables_add_up(hvd_tf: Any) -> None:
-    rank, size = hvd_tf.rank(), hvd_tf.size()
+def test_local_variables_add_up(hvd: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
     variable, own = tf.Variable(0.0), tf.Variable(0.0)
-    optimizer = make(hvd_tf)
+    optimizer = make(hvd)
     optimizer.register_local_var(own)
 
     @tf.function
@@ -101,38 +101,37 @@ def test_local_variables_add_up(hvd_tf: Any) -> None:
     np.testing.assert_allclose(own.numpy(), -RATE * PASSES * (rank + 1) / size)
 
 
-def test_several_functions_share_one_cycle(hvd_tf: Any) -> None:
+def test_several_functions_share_one_cycle(hvd: Any) -> None:
     """As when a last, smaller batch makes TensorFlow trace again, or a rank alone does so."""
     variable = tf.Variable([4.0, 5.0], dtype=tf.float64)
-    optimizer = make(hvd_tf)
+    optimizer = make(hvd)
 
     @tf.function
     def step(slopes: Any) -> None:
         optimizer.minimize(lambda: tf.reduce_sum(tf.reduce_mean(slopes, 0) * variable), var_list=[variable])
 
     for number in range(PASSES):
-        rows = 1 + (hvd_tf.rank() + number) % 2
-        step(tf.constant([slope(hvd_tf.rank(), number)] * rows))
-    np.testing.assert_allclose(variable.numpy(), wanted(hvd_tf.size(), False, "average")[PASSES - 1], rtol=1e-12)
+        rows = 1 + (hvd.rank() + number) % 2
+        step(tf.constant([slope(hvd.rank(), number)] * rows))
+    np.testing.assert_allclose(variable.numpy(), wanted(hvd.size(), False, "average")[PASSES - 1], rtol=1e-12)
 
 
-def test_sparse_gradients(hvd_tf: Any) -> None:
+def test_sparse_gradients(hvd: Any) -> None:
     table = tf.Variable(tf.zeros([3, 2]))
 
     def loss() -> Any:
-        return tf.reduce_sum(tf.gather(table, [hvd_tf.rank() % 3]))
+        return tf.reduce_sum(tf.gather(table, [hvd.rank() % 3]))
 
     with pytest.raises(ValueError, match="sparse_as_dense"):
-        make(hvd_tf).minimize(loss, var_list=[table])
-    optimizer = make(hvd_tf, sparse_as_dense=True)
+        make(hvd).minimize(loss, var_list=[table])
+    optimizer = make(hvd, sparse_as_dense=True)
     for _ in range(PASSES):
         optimizer.minimize(loss, var_list=[table])
-    counts = np.bincount([rank % 3 for rank in range(hvd_tf.size())], minlength=3)
-    np.testing.assert_allclose(table.numpy(), np.tile(-RATE * PASSES * counts / hvd_tf.size(), (2, 1)).T, rtol=1e-6)
+    counts = np.bincount([rank % 3 for rank in range(hvd.size())], minlength=3)
+    np.testing.assert_allclose(table.numpy(), np.tile(-RATE * PASSES * counts / hvd.size(), (2, 1)).T, rtol=1e-6)
 
 
-def test_several_lists_of_variables_are_refused(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_several_lists_of_variables_are_refused(hvd: Any) -> None:
     a, b = tf.Variable(1.0), tf.Variable(1.0)
     optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2)
     optimizer.compute_gradients(lambda: 10 * a, [a])

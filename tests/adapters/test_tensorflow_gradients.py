@@ -4,7 +4,6 @@ ranks' losses."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from collectives.base.errors import MismatchError
-from collectives.worlds.runtime import world_of
+from tests.adapters import differences
 
 Function = Callable[..., Sequence[Any]]
 
@@ -33,7 +32,7 @@ def loss(outputs: Sequence[Any], weights: Sequence[Any]) -> Any:
 def check(
     hvd: Any, function: Function, *inputs: np.ndarray[Any, Any], way: str = "function", again: bool = False
 ) -> None:
-    """Compare gradients with central differences: elements of every rank's inputs are moved one at a time, in lockstep.
+    """Compare gradients with central differences.
 
     Args:
         function: of the inputs; a sequence of outputs.
@@ -41,39 +40,14 @@ def check(
         way: "eager", "function", or "session".
         again: the function itself asks for gradients.
     """
-    step = 1e-5 if again else 1e-6
     outputs = [y.numpy() for y in function(*map(tf.constant, inputs))]
     weights = [number(hvd, *y.shape, seed=77 + i, dtype=y.dtype.name) for i, y in enumerate(outputs)]
     found = gradients(way, function, weights, inputs)
 
-    moves = [
-        (i, k, unit)
-        for i, x in enumerate(inputs)
-        for k in range(x.size)
-        for unit in ((1, 1j) if np.iscomplexobj(x) else (1,))
-    ]
-    moves = moves[:: -(-len(moves) // 3) or 1]
-    everyones = hvd.allgather_object(len(moves))
-    mine: list[float] = []
-    for rank, count in enumerate(everyones):
-        for move in range(count):
-            sides = []
-            for sign in (1, -1):
-                moved = [x.copy() for x in inputs]
-                if rank == hvd.rank():
-                    i, k, unit = moves[move]
-                    moved[i].reshape(-1)[k] += sign * step * unit
-                sides.append(float(loss(function(*map(tf.constant, moved)), weights)))
-            mine.append((sides[0] - sides[1]) / (2 * step))
-    slopes = hvd.allreduce(np.array(mine), op=hvd.Sum).numpy()
-    start = sum(everyones[: hvd.rank()])
-    for (i, k, unit), slope in zip(moves, slopes[start:].tolist(), strict=False):
-        gradient = complex(found[i].reshape(-1)[k])
-        assert (gradient.imag if unit == 1j else gradient.real) == pytest.approx(slope, rel=2e-6, abs=2e-6), (
-            i,
-            k,
-            unit,
-        )
+    def value(moved: list[Any]) -> float:
+        return float(loss(function(*map(tf.constant, moved)), weights))
+
+    differences.compare(found, inputs, value, 3, 1e-5 if again else 1e-6)
 
 
 def gradients(way: str, function: Function, weights: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -107,22 +81,19 @@ WAYS = ("eager", "function", "session")
         ("Product", "session"),
     ],
 )
-def test_allreduce(hvd_tf: Any, op: str, way: str) -> None:
-    hvd = hvd_tf
+def test_allreduce(hvd: Any, op: str, way: str) -> None:
     how = {"op": getattr(hvd, op), "prescale_factor": 0.5, "postscale_factor": 3.0, "name": f"gradient of {op}"}
     check(hvd, lambda x, y: hvd.grouped_allreduce([x, y], **how), number(hvd, 2, 2), number(hvd, 1, seed=1), way=way)
 
 
 @pytest.mark.parametrize("op", OPS[:-1])
-def test_reducescatter(hvd_tf: Any, op: str) -> None:
-    hvd = hvd_tf
+def test_reducescatter(hvd: Any, op: str) -> None:
     x = number(hvd, hvd.size() + 1, 2)
     check(hvd, lambda x: [hvd.reducescatter(x, op=getattr(hvd, op), prescale_factor=2.0, postscale_factor=0.25)], x)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_only_moves(hvd_tf: Any, way: str) -> None:
-    hvd = hvd_tf
+def test_what_only_moves(hvd: Any, way: str) -> None:
     rank, size = hvd.rank(), hvd.size()
 
     def function(uneven: Any, even: Any, square: Any) -> Any:
@@ -141,16 +112,14 @@ def test_what_only_moves(hvd_tf: Any, way: str) -> None:
     check(hvd, function, number(hvd, rank + size, 1), number(hvd, 2, seed=1), number(hvd, size, 2, seed=2), way=way)
 
 
-def test_unnamed_rows_that_differ(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_unnamed_rows_that_differ(hvd: Any) -> None:
     rows = tf.Variable(tf.ones((hvd.rank() + 1, 2)))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(hvd.allgather(rows) * (hvd.rank() + 1.0))
     assert (tape.gradient(loss, rows).numpy() == sum(range(1, hvd.size() + 1))).all()
 
 
-def test_unnamed_gradients_after_a_mistake_and_a_join(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_unnamed_gradients_after_a_mistake_and_a_join(hvd: Any) -> None:
     x = tf.Variable([1.0, 2.0])
 
     def checked() -> None:
@@ -168,8 +137,7 @@ def test_unnamed_gradients_after_a_mistake_and_a_join(hvd_tf: Any) -> None:
     checked()
 
 
-def test_branches_of_tensorflow_1(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_branches_of_tensorflow_1(hvd: Any) -> None:
     tf.compat.v1.disable_control_flow_v2()
     try:
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
@@ -186,8 +154,7 @@ def test_branches_of_tensorflow_1(hvd_tf: Any) -> None:
         tf.compat.v1.enable_control_flow_v2()
 
 
-def test_complex_numbers(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_complex_numbers(hvd: Any) -> None:
     x = number(hvd, hvd.size(), 2, dtype="complex128")
     check(
         hvd,
@@ -202,8 +169,7 @@ def test_complex_numbers(hvd_tf: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ("eager", "function"))
-def test_gradients_of_gradients(hvd_tf: Any, way: str) -> None:
-    hvd = hvd_tf
+def test_gradients_of_gradients(hvd: Any, way: str) -> None:
 
     def function(x: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -220,8 +186,7 @@ def test_gradients_of_gradients(hvd_tf: Any, way: str) -> None:
     check(hvd, function, number(hvd, hvd.size() + 1), way=way, again=True)
 
 
-def test_sparse_rows(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_sparse_rows(hvd: Any) -> None:
     indices = np.array([5, hvd.rank(), 5, 2 * hvd.rank() + 1])
 
     def function(values: Any) -> Any:
@@ -231,8 +196,7 @@ def test_sparse_rows(hvd_tf: Any) -> None:
     check(hvd, function, number(hvd, 4, 2))
 
 
-def test_compression_and_variables(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_compression_and_variables(hvd: Any) -> None:
     variable = tf.Variable([1.0, 2.0])
     unknown = tf.Variable([3])
     with tf.GradientTape() as tape:
@@ -247,10 +211,9 @@ def test_compression_and_variables(hvd_tf: Any) -> None:
     )
 
 
-def test_several_targets(hvd_tf: Any) -> None:
+def test_several_targets(hvd: Any) -> None:
     """A rank that has made more tensors than the others comes to the gradients in the same order; each finds its
     own."""
-    hvd = hvd_tf
     x = [tf.Variable(float(hvd.rank() + k)) for k in range(6)]
     with tf.GradientTape() as tape:
         y = []
@@ -262,9 +225,8 @@ def test_several_targets(hvd_tf: Any) -> None:
     assert [float(g) for g in found] == [float(hvd.size() * (k + 1)) for k in range(6)]
 
 
-def test_the_gradient_of_a_function_from_outside(hvd_tf: Any) -> None:
+def test_the_gradient_of_a_function_from_outside(hvd: Any) -> None:
     """Backward is then a function of its own, with an order of its own."""
-    hvd = hvd_tf
 
     @tf.function
     def function(x: Any) -> Any:
@@ -284,8 +246,7 @@ def test_the_gradient_of_a_function_from_outside(hvd_tf: Any) -> None:
         np.testing.assert_allclose(found.numpy(), 14 * size + total + total / size * size, rtol=1e-6)
 
 
-def test_control_flow(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_control_flow(hvd: Any) -> None:
 
     def function(x: Any) -> Any:
         _, y = tf.while_loop(
@@ -306,13 +267,6 @@ def test_control_flow(hvd_tf: Any) -> None:
 # ---- Horovod's, where COLLECTIVES_GRADIENTS says so
 
 
-@pytest.fixture
-def as_horovod(hvd_tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The setting, which the ranks have agreed on at `init`."""
-    world = world_of(None)
-    monkeypatch.setattr(world, "config", replace(world.config, gradients="horovod"))
-
-
 def given(rank: int, *shape: int) -> np.ndarray[Any, Any]:
     """An array of a rank's, known to all."""
     return np.random.default_rng(rank).normal(size=shape) + rank
@@ -326,71 +280,50 @@ def back(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_horovods_gradient_of_allgather_and_broadcast_is_the_mean(hvd_tf: Any, as_horovod: None, way: str) -> None:
-    size, rank = hvd_tf.size(), hvd_tf.rank()
+def test_horovods_gradient_of_allgather_and_broadcast_is_the_mean(hvd: Any, as_horovod: None, way: str) -> None:
+    size, rank = hvd.size(), hvd.rank()
     for rows in ([1] * size, [(2 * peer) % 3 for peer in range(size)]):
         upstream = [given(peer, sum(rows), 2) for peer in range(size)]
-        found = back(way, hvd_tf.allgather, np.ones((rows[rank], 2)), upstream[rank])
+        found = back(way, hvd.allgather, np.ones((rows[rank], 2)), upstream[rank])
         np.testing.assert_allclose(found, (sum(upstream) / size)[sum(rows[:rank]) :][: rows[rank]])
     upstream = [given(peer, 3) for peer in range(size)]
-    found = back(way, lambda x: hvd_tf.broadcast(x, size - 1), np.ones(3), upstream[rank])
+    found = back(way, lambda x: hvd.broadcast(x, size - 1), np.ones(3), upstream[rank])
     np.testing.assert_allclose(found, sum(upstream) / size * (rank == size - 1))
 
 
 @pytest.mark.parametrize(("op", "way"), [("Sum", "function"), ("Average", "function"), ("Sum", "eager")])
 def test_horovods_gradient_of_reducescatter_is_size_times_the_adjoint(
-    hvd_tf: Any, as_horovod: None, op: str, way: str
+    hvd: Any, as_horovod: None, op: str, way: str
 ) -> None:
-    size, rank = hvd_tf.size(), hvd_tf.rank()
+    size, rank = hvd.size(), hvd.rank()
     upstream = [given(peer, 2) for peer in range(size)]
-    how = {"op": getattr(hvd_tf, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
-    found = back(way, lambda x: hvd_tf.reducescatter(x, **how), given(rank, 2 * size), upstream[rank])
+    how = {"op": getattr(hvd, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
+    found = back(way, lambda x: hvd.reducescatter(x, **how), given(rank, 2 * size), upstream[rank])
     np.testing.assert_allclose(found, np.concatenate(upstream) * 1.5 * (size if op == "Sum" else 1))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_horovods_gradient_of_allreduce_is_reduced_by_the_same_operation(
-    hvd_tf: Any, as_horovod: None, op: str
-) -> None:
-    how = {"op": getattr(hvd_tf, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
-    gradient = given(hvd_tf.rank(), 4)
+def test_horovods_gradient_of_allreduce_is_reduced_by_the_same_operation(hvd: Any, as_horovod: None, op: str) -> None:
+    how = {"op": getattr(hvd, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
+    gradient = given(hvd.rank(), 4)
     way = "function" if op in ("Average", "Max") else "eager"  # whose rules are the same, and which is quicker
-    found = back(way, lambda x: hvd_tf.allreduce(x, **how), given(hvd_tf.rank() + 9, 4), gradient)
-    np.testing.assert_allclose(found, hvd_tf.allreduce(gradient, **how).numpy())
+    found = back(way, lambda x: hvd.allreduce(x, **how), given(hvd.rank() + 9, 4), gradient)
+    np.testing.assert_allclose(found, hvd.allreduce(gradient, **how).numpy())
 
 
-def test_horovods_gradients_of_groups_and_of_a_gradient(hvd_tf: Any, as_horovod: None) -> None:
-    size = hvd_tf.size()
+def test_horovods_gradients_of_groups_and_of_a_gradient(hvd: Any, as_horovod: None) -> None:
+    size = hvd.size()
     x = tf.ones(size)
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(x)
-        total = tf.add_n([tf.reduce_sum(y) for y in hvd_tf.grouped_allgather([x, x])])
-        parts = tf.add_n([tf.reduce_sum(y) for y in hvd_tf.grouped_reducescatter([x, x], op=hvd_tf.Sum)])
+        total = tf.add_n([tf.reduce_sum(y) for y in hvd.grouped_allgather([x, x])])
+        parts = tf.add_n([tf.reduce_sum(y) for y in hvd.grouped_reducescatter([x, x], op=hvd.Sum)])
         with tf.GradientTape() as inner:
             inner.watch(x)
-            squares = tf.reduce_sum(hvd_tf.allgather(x) ** 2)
+            squares = tf.reduce_sum(hvd.allgather(x) ** 2)
         first = inner.gradient(squares, x)
     assert tape.gradient(total, x).numpy().tolist() == [2.0] * size
     assert tape.gradient(parts, x).numpy().tolist() == [2.0 * size] * size
     # The adjoint of the mean is exact, and followed by the mean once more.
     assert first.numpy().tolist() == [2.0] * size
     np.testing.assert_allclose(tape.gradient(first, x).numpy(), [2.0 / size] * size)
-
-
-def test_sync_batch_normalization_is_exact_under_any_setting(hvd_tf: Any, as_horovod: None) -> None:
-    """Its gradient is that of the one batch that all ranks have together."""
-    world, layer = hvd_tf.size(), hvd_tf.SyncBatchNormalization()
-    batches = [given(peer, 3, 2).astype("float32") for peer in range(world)]
-    weights = [given(peer + 7, 3, 2).astype("float32") for peer in range(world)]
-
-    def gradient(normalise: Any, x: Any, weight: Any) -> Any:
-        x = tf.constant(x)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            value = tf.reduce_sum(normalise(x, training=True) * weight)
-        return tape.gradient(value, x).numpy()
-
-    rank = hvd_tf.rank()
-    found = gradient(layer, batches[rank], weights[rank])
-    whole = gradient(tf.keras.layers.BatchNormalization(), np.concatenate(batches), np.concatenate(weights))
-    np.testing.assert_allclose(found, whole[3 * rank : 3 * rank + 3], rtol=1e-4, atol=1e-5)

@@ -46,7 +46,7 @@ def parameters(function: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("module", SECTIONS)
-def test_what_is_listed_is_there(module: str, hvd_tf: Any) -> None:
+def test_what_is_listed_is_there(module: str, hvd: Any) -> None:
     adapter = importlib.import_module(module)
     wrong = {}
     count = 0
@@ -66,7 +66,7 @@ def test_what_is_listed_is_there(module: str, hvd_tf: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "tensorflow.keras", "keras"])
-def test_horovods_modules_have_the_same(name: str, hvd_tf: Any) -> None:
+def test_horovods_modules_have_the_same(name: str, hvd: Any) -> None:
     importlib.import_module("collectives.horovod")
     ours, theirs = importlib.import_module(f"collectives.{name}"), importlib.import_module(f"horovod.{name}")
     own = {"callbacks", "add_process_set"}  # this one refuses duplicates, as Horovod's does
@@ -99,13 +99,13 @@ def test_horovods_modules_have_the_same(name: str, hvd_tf: Any) -> None:
     assert not missing
 
 
-def test_what_horovods_operations_are_made_of(hvd_tf: Any) -> None:
+def test_what_horovods_operations_are_made_of(hvd: Any) -> None:
     importlib.import_module("collectives.horovod")
     tf, ops, util = (
         importlib.import_module(name)
         for name in ("tensorflow", "horovod.tensorflow.mpi_ops", "horovod.tensorflow.util")
     )
-    size, rank = hvd_tf.size(), hvd_tf.rank()
+    size, rank = hvd.size(), hvd.rank()
     total = size * (size + 1) / 2
     ones = tf.ones(2 * size) * (rank + 1)
     assert ops._allreduce(ones, name="one").numpy().tolist() == [total] * 2 * size
@@ -126,15 +126,15 @@ def test_what_horovods_operations_are_made_of(hvd_tf: Any) -> None:
     assert made(1) is made(1) and made(1) is not made(2) and util._executing_eagerly()
 
 
-def test_what_horovods_keras_interfaces_are_made_of(hvd_tf: Any, tmp_path: Path) -> None:
+def test_what_horovods_keras_interfaces_are_made_of(hvd: Any, tmp_path: Path) -> None:
     importlib.import_module("collectives.horovod")
     parts, keras = importlib.import_module("horovod._keras"), importlib.import_module("keras")
-    none = hvd_tf.Compression.none
+    none = hvd.Compression.none
     ours = importlib.import_module("collectives.keras")
 
     def wrap(kind: type) -> Any:
         return lambda **config: parts.create_distributed_optimizer(
-            keras, kind(**config), None, "", "", none, False, 1.0, hvd_tf.Average
+            keras, kind(**config), None, "", "", none, False, 1.0, hvd.Average
         )
 
     optimizer = wrap(keras.optimizers.SGD)(learning_rate=0.5)
@@ -148,14 +148,14 @@ def test_what_horovods_keras_interfaces_are_made_of(hvd_tf: Any, tmp_path: Path)
     assert isinstance(again.optimizer, keras.optimizers.SGD) and float(again.optimizer.learning_rate) == 0.5
     with pytest.raises(ValueError, match="DistributedOptimizer"):
         ours.DistributedOptimizer(again.optimizer)
-    total = hvd_tf.size() * (hvd_tf.size() + 1) / 2
-    assert float(parts.allreduce(None, float(hvd_tf.rank() + 1), "number", None, 1.0, 1.0, hvd_tf.Sum, none)) == total
-    assert [float(each) for each in parts.broadcast(None, [1.0 + hvd_tf.rank()], 0, "first")] == [1.0]
-    assert len(parts.allgather(None, [1.0], "all")) == hvd_tf.size()
+    total = hvd.size() * (hvd.size() + 1) / 2
+    assert float(parts.allreduce(None, float(hvd.rank() + 1), "number", None, 1.0, 1.0, hvd.Sum, none)) == total
+    assert [float(each) for each in parts.broadcast(None, [1.0 + hvd.rank()], 0, "first")] == [1.0]
+    assert len(parts.allgather(None, [1.0], "all")) == hvd.size()
 
 
 @pytest.mark.parametrize("name", ["tensorflow.elastic", "tensorflow.keras.elastic", "keras.elastic", "tensorflow.data"])
-def test_what_is_not_here_says_so(name: str, hvd_tf: Any) -> None:
+def test_what_is_not_here_says_so(name: str, hvd: Any) -> None:
     importlib.import_module("collectives.horovod")
     with pytest.raises(ModuleNotFoundError, match=rf"horovod\.{name} is not in collectives, .* there (are|is) no"):
         importlib.import_module(f"horovod.{name}")

@@ -45,8 +45,7 @@ def same(found: Any, expected: Any, dtype: Any = None) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_dtype(hvd_tf: Any, way: str) -> None:
-    hvd = hvd_tf
+def test_every_dtype(hvd: Any, way: str) -> None:
     given = [of_rank(hvd, 2, 3, dtype=dtype) for dtype in NUMBERS] + [of_rank(hvd, 2, dtype=dtype) for dtype in OTHERS]
 
     def function(*tensors: Any) -> Any:
@@ -62,8 +61,7 @@ def test_every_dtype(hvd_tf: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_reductions(hvd_tf: Any, way: str) -> None:
-    hvd = hvd_tf
+def test_reductions(hvd: Any, way: str) -> None:
     x = of_rank(hvd, 3)
     base, size, total = np.arange(1, 4), hvd.size(), ranks_sum(hvd)
     product = np.prod([base * (rank + 1) for rank in range(size)], 0)
@@ -90,8 +88,7 @@ def test_reductions(hvd_tf: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_other_collectives(hvd_tf: Any, way: str) -> None:
-    hvd = hvd_tf
+def test_the_other_collectives(hvd: Any, way: str) -> None:
     rank, size = hvd.rank(), hvd.size()
     rows = np.full((rank + 1, 2), rank, np.float32)
     square = of_rank(hvd, size, 2)
@@ -129,9 +126,8 @@ def test_the_other_collectives(hvd_tf: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_groups_of_many_sizes(hvd_tf: Any, way: str) -> None:
+def test_groups_of_many_sizes(hvd: Any, way: str) -> None:
     """Small ones are copied together and large ones are not; each dtype travels by itself."""
-    hvd = hvd_tf
     shapes: list[tuple[int, ...]] = [(), (3,), (0,), (40, 33), (2, 0, 3), (9001,), (20011,), (1,), (300_000,)]
     given = [of_rank(hvd, *shape) for shape in shapes] + [
         of_rank(hvd, 5, dtype="int64"),
@@ -143,8 +139,7 @@ def test_groups_of_many_sizes(hvd_tf: Any, way: str) -> None:
     assert hvd.grouped_allreduce([]) == [] == hvd.grouped_allgather([]) == hvd.grouped_reducescatter([])
 
 
-def test_shapes_that_are_known_only_when_the_function_runs(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_shapes_that_are_known_only_when_the_function_runs(hvd: Any) -> None:
     unknown = [tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec(None, tf.float32), tf.TensorSpec([2], tf.float32)]
 
     @tf.function(input_signature=unknown)
@@ -169,8 +164,7 @@ def test_shapes_that_are_known_only_when_the_function_runs(hvd_tf: Any) -> None:
         same(share.numpy(), np.array_split(x / (hvd.rank() + 1) * ranks_sum(hvd), hvd.size())[hvd.rank()])
 
 
-def test_anything_that_becomes_a_tensor(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_anything_that_becomes_a_tensor(hvd: Any) -> None:
     rank, total = hvd.rank(), sum(range(hvd.size()))
     variable = tf.Variable([float(rank), 1.0])
     found = hvd.allreduce(variable, op=hvd.Sum)
@@ -190,8 +184,7 @@ def test_anything_that_becomes_a_tensor(hvd_tf: Any) -> None:
     assert np.all(found.numpy() == ranks_sum(hvd) + 1) and np.all(big.numpy() == rank + 1)
 
 
-def test_results_do_not_share_memory_with_arguments(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_results_do_not_share_memory_with_arguments(hvd: Any) -> None:
     x = tf.Variable(tf.ones([100_000]) * (hvd.rank() + 1))
     y = hvd.allreduce(x.read_value(), op=hvd.Sum)
     z = hvd.broadcast(x.read_value(), 0)
@@ -199,8 +192,7 @@ def test_results_do_not_share_memory_with_arguments(hvd_tf: Any) -> None:
     assert np.all(y.numpy() == ranks_sum(hvd)) and np.all(z.numpy() == 1)
 
 
-def test_compressors(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_compressors(hvd: Any) -> None:
 
     class Doubled:
         @staticmethod
@@ -221,8 +213,7 @@ def test_compressors(hvd_tf: Any) -> None:
             same(found[1], (np.arange(3) + 1) * hvd.size(), "float32")
 
 
-def test_process_sets(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_process_sets(hvd: Any) -> None:
     last = hvd.add_process_set([hvd.size() - 1])
     everyone = hvd.add_process_set(range(hvd.size()))
     mine = [everyone, last] if last.included() else [everyone]
@@ -245,8 +236,7 @@ def test_process_sets(hvd_tf: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_questions(hvd_tf: Any, way: str) -> None:
-    hvd = hvd_tf
+def test_questions(hvd: Any, way: str) -> None:
     questions = hvd.size_op, hvd.rank_op, hvd.local_size_op, hvd.local_rank_op, hvd.process_set_included_op
     found = carried_out(way, lambda: [question() for question in questions])
     assert [int(each) for each in found] == [hvd.size(), hvd.rank(), hvd.local_size(), hvd.local_rank(), 1]
@@ -254,8 +244,7 @@ def test_questions(hvd_tf: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_join_and_barrier(hvd_tf: Any, way: str) -> None:
-    hvd = hvd_tf
+def test_join_and_barrier(hvd: Any, way: str) -> None:
     x = of_rank(hvd, 40_000)
 
     def function(x: Any) -> Any:
@@ -272,8 +261,7 @@ def test_join_and_barrier(hvd_tf: Any, way: str) -> None:
     assert hvd.barrier() is None
 
 
-def test_a_mistake_on_one_rank_is_an_error_on_all(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_a_mistake_on_one_rank_is_an_error_on_all(hvd: Any) -> None:
     last = hvd.rank() == hvd.size() - 1
     x = tf.ones(2)
     mistakes: Sequence[Callable[[bool], Any]] = [
@@ -281,6 +269,8 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(hvd_tf: Any) -> None:
         lambda wrong: hvd.allreduce(x, op="sum" if wrong else hvd.Sum),
         lambda wrong: hvd.allreduce(tf.constant(["text"]) if wrong else x),
         lambda wrong: hvd.allreduce(object() if wrong else x),
+        lambda wrong: hvd.allreduce(x, prescale_factor="half" if wrong else 1.0),
+        lambda wrong: hvd.reducescatter(x, postscale_factor=[1] if wrong else 1.0),
         lambda wrong: hvd.broadcast(x, 99 if wrong else 0),
         lambda wrong: hvd.alltoall(tf.ones([hvd.size()]), [99] * hvd.size() if wrong else [1] * hvd.size()),
         lambda wrong: hvd.alltoall(tf.ones([hvd.size()]), ["text"] if wrong else None),
@@ -294,8 +284,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(hvd_tf: Any) -> None:
         assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == hvd.size()
 
 
-def test_horovods_habits(hvd_tf: Any) -> None:
-    hvd = hvd_tf
+def test_horovods_habits(hvd: Any) -> None:
     assert (
         hvd.allreduce(tf.ones(2), None, "/cpu:0", "/cpu:0", hvd.Compression.none, hvd.Sum, 1.0, 1.0, "named")
         .numpy()

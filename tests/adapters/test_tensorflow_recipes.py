@@ -28,12 +28,9 @@ from tests.adapters.tensorflow_recipes import (
 keras, v1 = tf.keras, tf.compat.v1
 
 
-test_tape = recipe(lambda hvd: trained(hvd, sgd(), graph=False))
+test_tape = recipe(lambda hvd: trained(hvd, sgd(keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.6)), graph=False))
 test_tape_in_a_function = recipe(lambda hvd: trained(hvd, keras.optimizers.Adam(0.02)))
 test_sparse_as_dense = recipe(lambda hvd: trained(hvd, sgd(), sparse_as_dense=True))
-test_schedule = recipe(
-    lambda hvd: trained(hvd, sgd(keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.6)), graph=False)
-)
 
 
 def clipped(grads: Any) -> Any:
@@ -158,34 +155,17 @@ def test_backward_passes_per_step(hvd: Any) -> Result:
     return values(model)
 
 
-@recipe
-def test_passes_added_up_by_the_program(hvd: Any) -> Result:
-    """Gradients of two passes are added up in the program, and the ranks' sums combined by one call."""
-    model, optimizer = network(hvd), sgd()
-    begin(hvd, model, optimizer)
-    feeds = steps_of(hvd)
-    for pair in zip(feeds[::2], feeds[1::2], strict=True):
-        sums: list[Any] = []
-        for feed in pair:
-            with tf.GradientTape() as tape:
-                loss = loss_of(hvd, model, *feed) / 2
-            sums.append(Dense(tape).gradient(loss, model.trainable_variables))
-        grads = hvd.grouped_allreduce([one + other for one, other in zip(*sums, strict=True)], name="sums")
-        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-    return values(model, optimizer)
-
-
-def test_adasum(hvd_tf: Any) -> None:
+def test_adasum(hvd: Any) -> None:
     """The one process combines the gradients of the ranks' shares as the paper says."""
-    size = hvd_tf.size()
-    found = trained(hvd_tf, sgd(), sparse_as_dense=True, op=hvd_tf.Adasum)
+    size = hvd.size()
+    found = trained(hvd, sgd(), sparse_as_dense=True, op=hvd.Adasum)
     model, optimizer = network(Plain(size)), sgd()
     begin(Plain(size), model, optimizer)
     for number in range(STEPS):
         every = []
         for rows in (share(size, other) for other in range(size)):
             with tf.GradientTape() as tape:
-                loss = loss_of(hvd_tf, model, TOKENS[number, rows], X[number, rows], Y[number, rows])
+                loss = loss_of(hvd, model, TOKENS[number, rows], X[number, rows], Y[number, rows])
             every.append(Dense(tape).gradient(loss, model.trainable_variables))
         grads = [
             adasum.reference([grad.numpy().ravel() for grad in each]).reshape(each[0].shape)
@@ -195,9 +175,9 @@ def test_adasum(hvd_tf: Any) -> None:
     compare(found, values(model, optimizer), 1e-7, 1e-9)
 
 
-def test_layers_of_a_rank(hvd_tf: Any) -> None:
+def test_layers_of_a_rank(hvd: Any) -> None:
     """The last layer is each rank's own. The one process has all of them, and its loss is the mean of theirs."""
-    rank, size = hvd_tf.rank(), hvd_tf.size()
+    rank, size = hvd.rank(), hvd.size()
     body, heads = perceptron(FEATURES, 4), [perceptron(4, CLASSES) for _ in range(size)]
     draw = np.random.default_rng(5)
     start = [draw.normal(size=weight.shape) for weight in body.trainable_variables]
@@ -220,7 +200,7 @@ def test_layers_of_a_rank(hvd_tf: Any) -> None:
                 ]
                 loss = tf.add_n(losses) / len(losses)
             used = (
-                hvd_tf.PartialDistributedGradientTape(tape, local_layers=mine_only)
+                hvd.PartialDistributedGradientTape(tape, local_layers=mine_only)
                 if len(mine_only) < size or size == 1
                 else tape
             )

@@ -6,9 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
-from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, TOKENS, WORDS, One, X, Y, alone, compare, mine, share
+from tests.adapters.shares import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    STEPS,
+    TOKENS,
+    WORDS,
+    One,
+    X,
+    Y,
+    compare,
+    mine,
+    recipe_of,
+    share,
+)
 from tests.adapters.tensorflow_recipes import (
     Plain,
     Result,
@@ -53,7 +68,9 @@ def test_loss_scale(hvd: Any) -> Result:
     return values(model, optimizer)
 
 
-def halves(hvd: Any, policy: str) -> Result:
+@pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16"))
+@recipe_of(1e-3, 1e-4, Plain, eagerly=False)
+def test_mixed_precision(hvd: Any, policy: str) -> Result:
     """The one process goes through the ranks' shares one by one, since halves are rounded where a product ends."""
     model = network(hvd, dtype=policy)
     optimizer = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=64.0)
@@ -117,7 +134,8 @@ def test_shards_of_a_dataset_and_join(hvd: Any) -> Result:
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def resumed(hvd: Any, folder: Path) -> Result:
+@recipe
+def test_checkpoint(hvd: Any, folder: Path) -> Result:
     """Rank 0 alone saves and restores; the others begin with something else, and get what it has."""
     model, optimizer = network(hvd), keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.02, 1, 0.7))
     begin(hvd, model, optimizer)
@@ -182,17 +200,5 @@ def in_session(hvd: Any, folder: Path) -> Result:
     return {variable.name: value for variable, value in zip(variables, found, strict=True)}
 
 
-def test_checkpoint(hvd_tf: Any, folder: Path) -> None:
-    compare(resumed(hvd_tf, folder), alone(resumed, Plain(hvd_tf.size()), folder), 1e-7, 1e-9)
-
-
-def test_session(hvd_tf: Any, folder: Path, tmp_path: Path) -> None:
-    compare(in_session(hvd_tf, folder), in_session(Plain(hvd_tf.size()), tmp_path), 1e-7, 1e-9)
-
-
-def test_mixed_bfloat16(hvd_tf: Any) -> None:
-    compare(halves(hvd_tf, "mixed_bfloat16"), halves(Plain(hvd_tf.size()), "mixed_bfloat16"), 1e-3, 1e-4)
-
-
-def test_mixed_float16(hvd_tf: Any) -> None:
-    compare(halves(hvd_tf, "mixed_float16"), halves(Plain(hvd_tf.size()), "mixed_float16"), 1e-3, 1e-4)
+def test_session(hvd: Any, folder: Path, tmp_path: Path) -> None:
+    compare(in_session(hvd, folder), in_session(Plain(hvd.size()), tmp_path), 1e-7, 1e-9)

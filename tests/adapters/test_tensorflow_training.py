@@ -12,8 +12,8 @@ v1 = tf.compat.v1
 
 
 @pytest.mark.parametrize("outside", (True, False), ids=("scales outside", "scales inside"))
-def test_a_scaling_optimizer_of_tensorflow_1(hvd_tf: Any, outside: bool) -> None:
-    rank, size = hvd_tf.rank(), hvd_tf.size()
+def test_a_scaling_optimizer_of_tensorflow_1(hvd: Any, outside: bool) -> None:
+    rank, size = hvd.rank(), hvd.size()
     scaling = v1.mixed_precision.MixedPrecisionLossScaleOptimizer
     with tf.Graph().as_default():
         scale = v1.mixed_precision.DynamicLossScale(initial_loss_scale=64.0, increment_period=100)
@@ -21,9 +21,9 @@ def test_a_scaling_optimizer_of_tensorflow_1(hvd_tf: Any, outside: bool) -> None
         variable = v1.get_variable("v", initializer=np.float32(3.0), use_resource=True)
         plain = v1.train.GradientDescentOptimizer(1.0)
         optimizer = (
-            scaling(hvd_tf.DistributedOptimizer(plain), scale)
+            scaling(hvd.DistributedOptimizer(plain), scale)
             if outside
-            else hvd_tf.DistributedOptimizer(scaling(plain, scale))
+            else hvd.DistributedOptimizer(scaling(plain, scale))
         )
         train_op = optimizer.minimize(slope * variable)
         with v1.Session() as session:
@@ -34,10 +34,10 @@ def test_a_scaling_optimizer_of_tensorflow_1(hvd_tf: Any, outside: bool) -> None
             np.testing.assert_allclose(session.run(variable), 3.0 - (size + 1) / 2)
 
 
-def test_the_hook_broadcasts(hvd_tf: Any) -> None:
-    rank, size = hvd_tf.rank(), hvd_tf.size()
+def test_the_hook_broadcasts(hvd: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
     root = size - 1
-    hook = hvd_tf.BroadcastGlobalVariablesHook(root)
+    hook = hvd.BroadcastGlobalVariablesHook(root)
     for _ in range(2):  # a hook serves another graph, too
         with tf.Graph().as_default():
             variables = [v1.get_variable(f"v{at}", initializer=np.arange(3.0) + 10 * rank + at) for at in range(3)]
@@ -52,15 +52,15 @@ def test_the_hook_broadcasts(hvd_tf: Any) -> None:
         assert found[4] == rank
 
 
-def test_the_hook_of_a_process_set(hvd_tf: Any) -> None:
-    rank, size = hvd_tf.rank(), hvd_tf.size()
+def test_the_hook_of_a_process_set(hvd: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
     if size == 1:
         return
-    others = hvd_tf.add_process_set(range(1, size))
-    hook = hvd_tf.BroadcastGlobalVariablesHook(size - 1, process_set=others)
+    others = hvd.add_process_set(range(1, size))
+    hook = hvd.BroadcastGlobalVariablesHook(size - 1, process_set=others)
     with tf.Graph().as_default():
         variable = v1.get_variable("v", initializer=np.float64(rank))
         v1.train.get_or_create_global_step()
         with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
             assert session.run(variable) == (size - 1 if rank else 0)
-    hvd_tf.remove_process_set(others)
+    hvd.remove_process_set(others)

@@ -7,7 +7,7 @@ between.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,26 +17,28 @@ FOLDER = ROOT / "tests" / "adapters"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 # Tests of JAX compile many small programs, each for one call: to optimize them takes longer than it saves.
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-ENVIRONMENTS: dict[str, tuple[str, dict[str, str]]] = {
-    "torch": ("torch", {}),
-    "tensorflow": ("tensorflow", QUIET),
-    "jax": ("jax", {"XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=2"}),
-    "keras on tensorflow": ("keras", {"KERAS_BACKEND": "tensorflow", **QUIET}),
-    "keras on jax": ("keras", {"KERAS_BACKEND": "jax", "XLA_FLAGS": XLA_FLAGS}),
-    "keras on torch": ("keras", {"KERAS_BACKEND": "torch"}),
-    "keras 2": ("keras", {"TF_USE_LEGACY_KERAS": "1", **QUIET}),
+KERAS_3 = ("keras", "keras3")
+ENVIRONMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]] = {
+    "torch": (("torch",), ("torch",), {}),
+    "tensorflow": (("tensorflow",), ("tensorflow",), QUIET),
+    "jax": (("jax",), ("jax",), {"XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=2"}),
+    "keras on tensorflow": (KERAS_3, ("keras", "tensorflow"), {"KERAS_BACKEND": "tensorflow", **QUIET}),
+    "keras on jax": (KERAS_3, ("keras", "jax"), {"KERAS_BACKEND": "jax", "XLA_FLAGS": XLA_FLAGS}),
+    "keras on torch": (KERAS_3, ("keras", "torch"), {"KERAS_BACKEND": "torch"}),
+    "keras 2": (("keras", "keras2"), ("tensorflow", "tf_keras"), {"TF_USE_LEGACY_KERAS": "1", **QUIET}),
 }
-"""By what messages call it: the word in the names of the files, and further environment variables."""
+"""By what messages call it: the words in the names of the files, the modules that they need, and further environment
+variables."""
 
 
 def run_adapter(name: str, n: int, which: Sequence[str] = ("*",), but: Sequence[str] = ()) -> None:
     """Run an adapter's tests on ``n`` ranks: of files that match ``which``, ``but`` for some of them; skip where a
     framework is missing."""
-    framework, environment = ENVIRONMENTS[name]
-    missing = [module for module in _needed(framework, environment) if importlib.util.find_spec(module) is None]
+    words, modules, environment = ENVIRONMENTS[name]
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
-    files = sorted(_matching(framework, which) - _matching(framework, but))
+    files = sorted(_matching(words, which) - _matching(words, but))
     assert files
     result = run_ranks(
         n, ["-m", "pytest", "--with-mpi", "-q", "-x", "-p", "no:cacheprovider", *files], timeout=540, env=environment
@@ -44,11 +46,5 @@ def run_adapter(name: str, n: int, which: Sequence[str] = ("*",), but: Sequence[
     assert all(" passed" in output for output in result.ranks), str(result)
 
 
-def _matching(framework: str, patterns: Sequence[str]) -> set[str]:
-    return {str(path) for pattern in patterns for path in FOLDER.glob(f"test_{framework}_{pattern}.py")}
-
-
-def _needed(framework: str, environment: Mapping[str, str]) -> list[str]:
-    if "TF_USE_LEGACY_KERAS" in environment:
-        return ["tensorflow", "tf_keras"]
-    return sorted({framework, environment.get("KERAS_BACKEND", framework)})
+def _matching(words: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    return {str(path) for word in words for each in patterns for path in FOLDER.glob(f"test_{word}_{each}.py")}

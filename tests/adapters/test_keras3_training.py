@@ -1,5 +1,5 @@
 """Keras: options of training on several ranks, on whichever backend KERAS_BACKEND names; recipes are in
-test_keras_recipes.py."""
+test_keras3_recipes.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ BACKEND = keras.backend.backend()
 
 @pytest.mark.parametrize("passes", (1, 2))
 @pytest.mark.mpi(min_size=2)
-def test_one_call_for_all_gradients(hvd_keras: Any, passes: int) -> None:
+def test_one_call_for_all_gradients(hvd: Any, passes: int) -> None:
     """Four batches of a model with four variables."""
-    hvd = hvd_keras
     model = network()
     together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=passes))
     before = collectives.world().statistics.rounds
@@ -27,56 +26,37 @@ def test_one_call_for_all_gradients(hvd_keras: Any, passes: int) -> None:
     assert collectives.world().statistics.rounds - before == 4 // passes
 
 
-def test_between_two_communications_nothing_changes(hvd_keras: Any) -> None:
-    hvd = hvd_keras
-    model = network()
-    before = model.get_weights()
-    together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=5))
-    for now, then in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(now, then)
-
-
-def test_eagerly(hvd_keras: Any) -> None:
-    hvd = hvd_keras
+def test_eagerly(hvd: Any) -> None:
     model = network()
     together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), run_eagerly=True)
     close(model, single())
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras refuses it on this backend")
-def test_several_steps_per_execution(hvd_keras: Any) -> None:
-    hvd = hvd_keras
+def test_several_steps_per_execution(hvd: Any) -> None:
     model = network()
     together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), steps_per_execution=2)
     close(model, single())
 
 
-def test_other_operations(hvd_keras: Any) -> None:
-    """A sum at a rate divided by the number of ranks is a mean, and so is a mean that is divided in two places, or
-    compressed."""
-    hvd = hvd_keras
+def test_other_operations(hvd: Any) -> None:
+    """A sum at a rate divided by the number of ranks is a mean, and so is a mean that is divided in two places, in
+    groups, or compressed."""
     for rate, keywords, tolerance in (
         (0.1 / hvd.size(), {"op": hvd.Sum}, 3e-6),
         (0.1, {"gradient_predivide_factor": 2.0, "groups": 2}, 3e-6),
+        (0.1, {"groups": ((0, 1), (2, 4))}, 3e-6),
         (0.1, {"compression": hvd.Compression.fp16}, 3e-3),
     ):
         model = network()
+        if isinstance(groups := keywords.get("groups"), tuple):
+            keywords["groups"] = [model.trainable_variables[slice(*each)] for each in groups]
         together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **keywords))
         for mine, expected in zip(model.get_weights(), single().get_weights(), strict=True):
             np.testing.assert_allclose(mine, expected, atol=tolerance)
 
 
-def test_groups_of_variables(hvd_keras: Any) -> None:
-    hvd = hvd_keras
-    model = network()
-    variables = model.trainable_variables
-    together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), groups=[variables[:1], variables[2:]]))
-    close(model, single())
-    equal(hvd, model)
-
-
-def test_local_layers_without_a_factor(hvd_keras: Any) -> None:
-    hvd = hvd_keras
+def test_local_layers_without_a_factor(hvd: Any) -> None:
     model = network()
     layer = model.get_layer("last")
     optimizer = hvd.PartialDistributedOptimizer(
@@ -94,8 +74,7 @@ def test_local_layers_without_a_factor(hvd_keras: Any) -> None:
     equal(hvd, model.get_layer("hidden"))
 
 
-def test_ranks_that_are_not_in_the_process_set_train_alone(hvd_keras: Any) -> None:
-    hvd = hvd_keras
+def test_ranks_that_are_not_in_the_process_set_train_alone(hvd: Any) -> None:
     members = hvd.add_process_set([0])
     try:
         rows, x, y = BATCH // hvd.size(), part(X, hvd), part(Y, hvd)
@@ -108,8 +87,7 @@ def test_ranks_that_are_not_in_the_process_set_train_alone(hvd_keras: Any) -> No
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only there XLA is in the way")
-def test_xla_is_left_out_or_refused(hvd_keras: Any) -> None:
-    hvd = hvd_keras
+def test_xla_is_left_out_or_refused(hvd: Any) -> None:
     model = network()
     model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
     assert model.jit_compile is False

@@ -5,48 +5,29 @@ The rows of "Recipes" in docs/horovod.md; `tests.adapters.shares` says how the t
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-if os.environ.get("TF_USE_LEGACY_KERAS") not in ("1", "True", "true"):
-    pytest.skip("TF_USE_LEGACY_KERAS=1 is not set", allow_module_level=True)
-
 import tensorflow as tf
 
-from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, One, X, Y, alone, compare, mine, share
+import collectives.tensorflow
+from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, One, X, Y, compare, mine, recipe_of, share
 
 keras = tf.keras
 Result = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def hvd() -> Iterator[Any]:
-    import collectives.tensorflow.keras
-
-    collectives.tensorflow.keras.init()
-    yield collectives.tensorflow.keras
-    collectives.tensorflow.keras.shutdown()
+recipe = recipe_of(3e-5, 3e-6)
+both = pytest.mark.parametrize("older", (False, True), ids=("new", "legacy"))
+"""The two kinds of optimizers that Keras 2 has."""
 
 
-def recipe(program: Callable[[Any], Result]) -> Callable[..., None]:
-    """A test: what the program finds on the ranks is what it finds in one process."""
-
-    def test(hvd: Any) -> None:
-        compare(program(hvd), alone(program, One(hvd.size())), 3e-5, 3e-6)
-
-    test.__doc__ = program.__doc__
-    return test
-
-
-def network(seed: int = 0, kind: Any = None) -> Any:
+def network(seed: int = 0) -> Any:
     keras.utils.set_random_seed(seed)
     layers = [keras.layers.Dense(4, activation="tanh", input_shape=(FEATURES,)), keras.layers.Dense(CLASSES)]
-    return (kind or keras.Sequential)(layers)
+    return keras.Sequential(layers)
 
 
 def sgd(older: bool = False, **keywords: Any) -> Any:
@@ -65,8 +46,8 @@ def fit(hvd: Any, model: Any, x: Any = X, y: Any = Y) -> None:
     model.fit(*own, batch_size=rows, sample_weight=weights, shuffle=False, verbose=0, callbacks=starting(hvd))
 
 
-def fitted(hvd: Any, optimizer: Any, kind: Any = None, y: Any = Y) -> Any:
-    model = network(hvd.rank(), kind)
+def fitted(hvd: Any, optimizer: Any, y: Any = Y) -> Any:
+    model = network(hvd.rank())
     model.compile(optimizer=optimizer, loss="mse")
     fit(hvd, model, y=y)
     return model
@@ -76,7 +57,9 @@ def named(model: Any) -> Result:
     return {str(number): value for number, value in enumerate(model.get_weights())}
 
 
-def clipping(hvd: Any, older: bool) -> Result:
+@both
+@recipe
+def test_clipping_between(hvd: Any, older: bool) -> Result:
     """A loop that gets gradients from the optimizer, clips those of all ranks, and applies them as they are."""
     model, optimizer = network(), hvd.DistributedOptimizer(sgd(older))
     variables = model.trainable_variables
@@ -93,7 +76,10 @@ def clipping(hvd: Any, older: bool) -> Result:
     return named(model)
 
 
-def overflowing(hvd: Any, older: bool, inside: bool) -> Result:
+@pytest.mark.parametrize("inside", (False, True))
+@both
+@recipe
+def test_loss_scale(hvd: Any, older: bool, inside: bool) -> Result:
     """In the second step the last row, which one rank has, overflows: no rank takes that step."""
     scaling = keras.mixed_precision.LossScaleOptimizer
     if inside:
@@ -107,19 +93,9 @@ def overflowing(hvd: Any, older: bool, inside: bool) -> Result:
     return {**named(model), "scale": np.float32(optimizer.loss_scale)}
 
 
-class Penalised(keras.Sequential):
-    """A model whose ``train_step`` is its own."""
-
-    def train_step(self, data: Any) -> Any:
-        x, y, weights = data
-        with tf.GradientTape() as tape:
-            squares = tf.add_n([tf.reduce_sum(tf.square(each)) for each in self.trainable_variables])
-            loss = self.compute_loss(x, y, self(x, training=True), weights) + 0.1 * squares
-        self.optimizer.minimize(loss, self.trainable_variables, tape=tape)
-        return {"loss": loss}
-
-
-def resumed(hvd: Any, folder: Path, older: bool) -> Result:
+@both
+@recipe
+def test_checkpoint(hvd: Any, folder: Path, older: bool) -> Result:
     """Rank 0 alone saves and loads the model; the others begin with another one, and get what it has."""
     adam = (keras.optimizers.legacy if older else keras.optimizers).Adam
     model = fitted(hvd, hvd.DistributedOptimizer(adam(0.02)))
@@ -135,32 +111,15 @@ def resumed(hvd: Any, folder: Path, older: bool) -> Result:
     return named(model)
 
 
-test_clipping_between = recipe(lambda hvd: clipping(hvd, False))
-test_clipping_between_legacy = recipe(lambda hvd: clipping(hvd, True))
-test_loss_scale_inside = recipe(lambda hvd: overflowing(hvd, False, True))
-test_loss_scale_outside = recipe(lambda hvd: overflowing(hvd, False, False))
-test_loss_scale_inside_legacy = recipe(lambda hvd: overflowing(hvd, True, True))
-test_loss_scale_outside_legacy = recipe(lambda hvd: overflowing(hvd, True, False))
-test_uneven_shares = recipe(lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd()))))
-test_uneven_shares_legacy = recipe(lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd(True)))))
-test_train_step_of_ones_own = recipe(lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd()), Penalised)))
-test_train_step_of_ones_own_legacy = recipe(
-    lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd(True)), Penalised))
-)
+@both
+@recipe
+def test_uneven_shares(hvd: Any, older: bool) -> Result:
+    return named(fitted(hvd, hvd.DistributedOptimizer(sgd(older))))
 
 
-def test_checkpoint(hvd: Any, folder: Path) -> None:
-    compare(resumed(hvd, folder, False), alone(resumed, One(hvd.size()), folder, False), 3e-5, 3e-6)
-
-
-def test_checkpoint_legacy(hvd: Any, folder: Path) -> None:
-    compare(resumed(hvd, folder, True), alone(resumed, One(hvd.size()), folder, True), 3e-5, 3e-6)
-
-
-def halves(hvd: Any, policy: str) -> None:
+@pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16"))
+def test_mixed_precision(hvd: Any, policy: str) -> None:
     """The one process goes through the ranks' shares one by one, since halves are rounded where a product ends."""
-    import collectives.tensorflow as hvd_tf
-
     size = hvd.size()
     keras.mixed_precision.set_global_policy(policy)
     try:
@@ -175,16 +134,8 @@ def halves(hvd: Any, policy: str) -> None:
                 with tf.GradientTape() as tape:
                     squares = tf.square(tf.cast(model(x[rows], training=True), tf.float32) - y[rows])
                     loss = optimizer.get_scaled_loss(tf.reduce_sum(tf.reduce_mean(squares, -1)) * size / ROWS)
-                tape = hvd_tf.DistributedGradientTape(tape) if model is found else tape
+                tape = collectives.tensorflow.DistributedGradientTape(tape) if model is found else tape
                 every.append(optimizer.get_unscaled_gradients(tape.gradient(loss, model.trainable_variables)))
             grads = [tf.add_n(list(each)) / len(parts) for each in zip(*every, strict=True)]
             optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
     compare(named(found), named(wanted), 1e-3, 1e-4)
-
-
-def test_mixed_bfloat16(hvd: Any) -> None:
-    halves(hvd, "mixed_bfloat16")
-
-
-def test_mixed_float16(hvd: Any) -> None:
-    halves(hvd, "mixed_float16")

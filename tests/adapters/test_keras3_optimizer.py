@@ -38,9 +38,9 @@ class Halving(keras.optimizers.SGD):
     (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion, Halving),
     ids=lambda kind: kind.__name__,
 )
-def test_it_is_of_the_class_of_the_optimizer(hvd_keras: Any, make: Any) -> None:
+def test_it_is_of_the_class_of_the_optimizer(hvd: Any, make: Any) -> None:
     original = make(0.125)
-    optimizer = hvd_keras.DistributedOptimizer(original)
+    optimizer = hvd.DistributedOptimizer(original)
     assert isinstance(optimizer, make) and optimizer.__class__ is type(original)
     assert keras.saving.serialize_keras_object(optimizer) == keras.saving.serialize_keras_object(original)
     assert keras.optimizers.get(optimizer) is optimizer
@@ -51,8 +51,7 @@ def test_it_is_of_the_class_of_the_optimizer(hvd_keras: Any, make: Any) -> None:
     assert type(bare) is type(original) and float(bare.learning_rate.numpy()) == 0.125
 
 
-def test_it_keeps_what_the_optimizer_has_gathered(hvd_keras: Any) -> None:
-    hvd = hvd_keras
+def test_it_keeps_what_the_optimizer_has_gathered(hvd: Any) -> None:
     reference, model = network(), network()
     train(reference, keras.optimizers.Adam(0.01), X, Y, epochs=2)
     plain = keras.optimizers.Adam(0.01)
@@ -63,8 +62,7 @@ def test_it_keeps_what_the_optimizer_has_gathered(hvd_keras: Any) -> None:
 
 
 @pytest.mark.parametrize("passes", (1, 2))
-def test_saved_models_load_with_and_without_ranks(hvd_keras: Any, folder: Path, passes: int) -> None:
-    hvd = hvd_keras
+def test_saved_models_load_with_and_without_ranks(hvd: Any, folder: Path, passes: int) -> None:
     model = network()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), backward_passes_per_step=passes)
     together(hvd, model, optimizer)
@@ -88,30 +86,21 @@ def test_saved_models_load_with_and_without_ranks(hvd_keras: Any, folder: Path, 
         equal(hvd, wrapped, wrapped.optimizer)
 
 
-def test_own_optimizers_load(hvd_keras: Any, folder: Path) -> None:
-    hvd = hvd_keras
+def test_own_optimizers_and_none_load(hvd: Any, folder: Path) -> None:
     model = network()
     together(hvd, model, hvd.DistributedOptimizer(Halving(0.1, factor=0.25)))
-    file = folder / "own.keras"
     if hvd.rank() == 0:
-        model.save(file)
+        model.save(folder / "own.keras")
+        network().save(folder / "bare.keras")
     hvd.barrier()
-    loaded = hvd.load_model(file, custom_optimizers=[Halving])
+    loaded = hvd.load_model(folder / "own.keras", custom_optimizers=[Halving])
     assert isinstance(loaded.optimizer, Halving) and loaded.optimizer.factor == 0.25
     assert hasattr(loaded.optimizer, "process_set")
+    assert getattr(hvd.load_model(folder / "bare.keras"), "optimizer", None) is None
 
 
-def test_models_without_an_optimizer_load(hvd_keras: Any, folder: Path) -> None:
-    hvd = hvd_keras
-    file = folder / "bare.keras"
-    if hvd.rank() == 0:
-        network().save(file)
-    hvd.barrier()
-    assert getattr(hvd.load_model(file), "optimizer", None) is None
-
-
-def test_only_the_adapter_of_the_backend_is_imported(hvd_keras: Any) -> None:
-    hvd_keras.DistributedOptimizer(keras.optimizers.SGD())
+def test_only_the_adapter_of_the_backend_is_imported(hvd: Any) -> None:
+    hvd.DistributedOptimizer(keras.optimizers.SGD())
     adapters = {name.split(".")[1] for name in sys.modules if name.startswith("collectives.")} & {
         "tensorflow",
         "jax",
@@ -120,8 +109,7 @@ def test_only_the_adapter_of_the_backend_is_imported(hvd_keras: Any) -> None:
     assert adapters == {BACKEND}
 
 
-def test_what_it_refuses(hvd_keras: Any) -> None:
-    hvd = hvd_keras
+def test_what_it_refuses(hvd: Any) -> None:
     sgd = keras.optimizers.SGD
     with pytest.raises(TypeError, match=r"expected a keras\.optimizers\.Optimizer, got str"):
         hvd.DistributedOptimizer("sgd")
@@ -148,10 +136,9 @@ def test_what_it_refuses(hvd_keras: Any) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_with_other_models_get_an_error(hvd_keras: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_other_models_get_an_error(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From what runs eagerly the engine's own; from within a compiled step the framework's, with the engine's words in
     it."""
-    hvd = hvd_keras
     monkeypatch.setattr(callers, "STUCK_AFTER", 1.0)  # JAX's threads have called, and might again
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3 + hvd.rank())])

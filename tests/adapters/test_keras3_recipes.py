@@ -5,8 +5,6 @@ The rows of "Recipes" in docs/horovod.md, on whichever backend KERAS_BACKEND nam
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +13,13 @@ import numpy as np
 import pytest
 
 from tests.adapters.keras_training import BATCH, X, Y, network, part, together, train
-from tests.adapters.shares import One, alone, compare, share
+from tests.adapters.shares import One, alone, compare, recipe_of, share
 
 BACKEND = keras.backend.backend()
 Result = dict[str, Any]
 
 
-def recipe(program: Callable[[Any], Result], rtol: float = 3e-5, atol: float = 3e-6) -> Callable[..., None]:
-    """A test: what the program finds on the ranks is what it finds in one process."""
-
-    def test(hvd_keras: Any) -> None:
-        compare(program(hvd_keras), alone(program, One(hvd_keras.size())), rtol, atol)
-
-    test.__doc__ = program.__doc__
-    return test
+recipe = recipe_of(3e-5, 3e-6)
 
 
 def momentum(rate: Any = 0.1, **keywords: Any) -> Any:
@@ -57,7 +48,6 @@ def fitted(hvd: Any, optimizer: Any) -> Result:
 
 
 test_global_clipnorm = recipe(lambda hvd: fitted(hvd, momentum(global_clipnorm=0.05)))
-test_clipnorm = recipe(lambda hvd: fitted(hvd, momentum(clipnorm=0.02)))
 test_gradient_accumulation_steps = recipe(lambda hvd: fitted(hvd, momentum(gradient_accumulation_steps=2)))
 
 
@@ -79,10 +69,10 @@ def adding_up(hvd: Any, average: bool) -> Result:
     return named(model)
 
 
-def test_backward_passes_per_step(hvd_keras: Any) -> None:
-    wanted = alone(adding_up, One(hvd_keras.size()), True)
+def test_backward_passes_per_step(hvd: Any) -> None:
+    wanted = alone(adding_up, One(hvd.size()), average=True)
     for average in (True, False):
-        compare(adding_up(hvd_keras, average), wanted, 3e-5, 3e-6)
+        compare(adding_up(hvd, average), wanted, 3e-5, 3e-6)
 
 
 def overflowing(hvd: Any, place: str, passes: int) -> Result:
@@ -103,7 +93,7 @@ def overflowing(hvd: Any, place: str, passes: int) -> Result:
     return {**named(model), "scale": np.array(model.optimizer.dynamic_scale.numpy())}
 
 
-@partial(recipe, rtol=0.05, atol=0.01)
+@recipe_of(0.05, 0.01)
 def test_overflow_under_a_policy(hvd: Any) -> Result:
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -112,16 +102,15 @@ def test_overflow_under_a_policy(hvd: Any) -> Result:
         keras.config.set_dtype_policy("float32")
 
 
-test_loss_scale = recipe(lambda hvd: overflowing(hvd, "inside", 1))
-
-
-def test_loss_scale_and_two_passes(hvd_keras: Any) -> None:
-    wanted = alone(overflowing, One(hvd_keras.size()), "inside", 2)
+def test_loss_scale_and_two_passes(hvd: Any) -> None:
+    wanted = alone(overflowing, One(hvd.size()), place="inside", passes=2)
     for place in ("inside", "outside"):
-        compare(overflowing(hvd_keras, place, 2), wanted, 3e-5, 3e-6)
+        compare(overflowing(hvd, place, 2), wanted, 3e-5, 3e-6)
 
 
-def in_halves(hvd: Any, policy: str) -> Result:
+@pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16"))
+@recipe_of(1e-3, 1e-4, eagerly=False)
+def test_mixed_precision(hvd: Any, policy: str) -> Result:
     """The one process goes through the ranks' shares one by one, since halves are rounded where a product ends."""
     keras.config.set_dtype_policy(policy)
     try:
@@ -135,11 +124,6 @@ def in_halves(hvd: Any, policy: str) -> Result:
         return named(model)
     finally:
         keras.config.set_dtype_policy("float32")
-
-
-@pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16"))
-def test_mixed_precision(hvd_keras: Any, policy: str) -> None:
-    compare(in_halves(hvd_keras, policy), in_halves(One(hvd_keras.size()), policy), 1e-3, 1e-4)
 
 
 @recipe
@@ -187,10 +171,10 @@ def embedding(hvd: Any, **options: Any) -> Result:
     return named(model)
 
 
-def test_embedding(hvd_keras: Any) -> None:
-    wanted = alone(embedding, One(hvd_keras.size()))
+def test_embedding(hvd: Any) -> None:
+    wanted = alone(embedding, One(hvd.size()))
     for as_dense in (False, True):
-        compare(embedding(hvd_keras, sparse_as_dense=as_dense), wanted, 3e-5, 3e-6)
+        compare(embedding(hvd, sparse_as_dense=as_dense), wanted, 3e-5, 3e-6)
 
 
 @recipe
@@ -208,7 +192,8 @@ def test_two_models_in_turn(hvd: Any) -> Result:
     return named(*models)
 
 
-def resumed(hvd: Any, folder: Path) -> Result:
+@recipe
+def test_checkpoint(hvd: Any, folder: Path) -> Result:
     """Rank 0 alone saves and loads the model; the others begin with another one, and get what it has."""
     model, schedule = network(), keras.optimizers.schedules.ExponentialDecay(0.02, 4, 0.5)
     together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.Adam(schedule)))
@@ -267,66 +252,6 @@ def chosen(hvd: Any, folder: Path) -> Result:
     assert np.argmin(losses) < 3 and rates[-1] < rates[0]
     kept = keras.saving.load_model(file, compile=False)
     return {**named(model, kept), "rates": rates, "losses": losses}
-
-
-@recipe
-def test_train_step_of_ones_own(hvd: Any) -> Result:
-    """A model whose ``train_step`` is its own."""
-    keras.utils.set_random_seed(hvd.rank())
-    given = keras.Input((5,))
-    model = _own_model()(
-        given, keras.layers.Dense(3, name="last")(keras.layers.Dense(7, activation="tanh", name="hidden")(given))
-    )
-    optimizer = hvd.DistributedOptimizer(momentum())
-    together(hvd, model, optimizer, callbacks=starting(hvd)[:1])
-    return named(model, optimizer)
-
-
-def _own_model() -> Any:
-    """With a penalty on the weights, as Keras's guides write such a step for each backend."""
-
-    def penalised(model: Any, y: Any, output: Any, weights: Any) -> Any:
-        return keras.ops.mean(keras.ops.square(output - y)) + 0.1 * sum(
-            keras.ops.sum(keras.ops.square(each)) for each in weights
-        )
-
-    class OnTensorFlow(keras.Model):
-        def train_step(self, data: Any) -> Any:
-            import tensorflow as tf
-
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = penalised(self, y, self(x, training=True), self.trainable_variables)
-            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-            return {"loss": loss}
-
-    class OnTorch(keras.Model):
-        def train_step(self, data: Any) -> Any:
-            import torch
-
-            x, y = data
-            self.zero_grad()
-            loss = penalised(self, y, self(x, training=True), [each.value for each in self.trainable_weights])
-            loss.backward()
-            with torch.no_grad():
-                self.optimizer.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
-            return {"loss": loss}
-
-    class OnJax(keras.Model):
-        def train_step(self, state: Any, data: Any) -> Any:
-            import jax
-
-            (trainable, others, optimizer, metrics), (x, y) = state, data
-
-            def loss_of(values: Any) -> Any:
-                output, after = self.stateless_call(values, others, x, training=True)
-                return penalised(self, y, output, values), after
-
-            (loss, others), grads = jax.value_and_grad(loss_of, has_aux=True)(trainable)
-            trainable, optimizer = self.optimizer.stateless_apply(optimizer, grads, trainable)
-            return {"loss": loss}, (trainable, others, optimizer, metrics)
-
-    return {"tensorflow": OnTensorFlow, "torch": OnTorch, "jax": OnJax}[BACKEND]
 
 
 def _with_tensorflow(model: Any, optimizer: Any) -> Any:
@@ -392,21 +317,17 @@ def test_loop_of_ones_own(hvd: Any) -> Result:
     return named(model, optimizer)
 
 
-def test_checkpoint(hvd_keras: Any, folder: Path) -> None:
-    compare(resumed(hvd_keras, folder), alone(resumed, One(hvd_keras.size()), folder), 3e-5, 3e-6)
+def test_best_model_and_plateau(hvd: Any, folder: Path, tmp_path: Path) -> None:
+    compare(chosen(hvd, folder), alone(chosen, One(hvd.size()), folder=tmp_path), 3e-5, 3e-6)
 
 
-def test_best_model_and_plateau(hvd_keras: Any, folder: Path, tmp_path: Path) -> None:
-    compare(chosen(hvd_keras, folder), alone(chosen, One(hvd_keras.size()), tmp_path), 3e-5, 3e-6)
-
-
-def test_layers_of_a_rank(hvd_keras: Any) -> None:
+def test_layers_of_a_rank(hvd: Any) -> None:
     """The last layer is each rank's own. The one process has all of them, and its loss is the mean of theirs."""
-    rank, size = hvd_keras.rank(), hvd_keras.size()
+    rank, size = hvd.rank(), hvd.size()
     mine = BATCH // size
     model = network()
-    optimizer = hvd_keras.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=model.get_layer("last"))
-    together(hvd_keras, model, optimizer)
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=model.get_layer("last"))
+    together(hvd, model, optimizer)
     shared = keras.layers.Dense(7, activation="tanh")
     heads, given = [keras.layers.Dense(3) for _ in range(size)], [keras.Input((5,)) for _ in range(size)]
     whole = keras.Model(given, [head(shared(each)) for head, each in zip(heads, given, strict=True)])

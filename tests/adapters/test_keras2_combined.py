@@ -3,18 +3,15 @@ less."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-
-if os.environ.get("TF_USE_LEGACY_KERAS") not in ("1", "True", "true"):
-    pytest.skip("TF_USE_LEGACY_KERAS=1 is not set", allow_module_level=True)
-
 import tensorflow as tf
 
+import collectives.tensorflow
 from collectives.base.errors import InvalidArgumentError
 
 RATE = 0.25
@@ -51,18 +48,32 @@ def clipped(pairs: Any) -> list[Any]:
     return list(zip(tf.clip_by_global_norm(grads, 1e6)[0], found, strict=True))
 
 
+def run(step: Callable[..., None], graph: bool, *arguments: Any) -> None:
+    (tf.function(step) if graph else step)(*arguments)
+
+
+def taped(
+    hvd: Any, optimizer: Any, found: list[Any], between: Any = list, wrap: Any = lambda tape: tape
+) -> Callable[[], None]:
+    """A step that computes gradients by a tape."""
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of(hvd, found)
+        optimizer.apply_gradients(between(zip(wrap(tape).gradient(loss, found), found, strict=True)))
+
+    return step
+
+
 def check(found: list[Any], expected: Any) -> None:
     for variable in found:
         np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
-def hvd() -> Iterator[Any]:
-    import collectives.tensorflow
-
-    collectives.tensorflow.init()
-    yield collectives.tensorflow
-    collectives.tensorflow.shutdown()
+def hvd(hvd: Any) -> Any:
+    """The adapter for optimizers of TensorFlow, too."""
+    return collectives.tensorflow
 
 
 # A sum shows what is combined twice; a mean goes other ways where it is in doubt, which are the same for all kinds.
@@ -84,10 +95,10 @@ def test_computed_gradients_are_combined_once(hvd: Any, kind: str, op: str, betw
                 np.testing.assert_allclose(grad.numpy() * -RATE, wanted(hvd, operation), rtol=1e-6)
         optimizer.apply_gradients(between(pairs), **dict.fromkeys(flags, "skip" in str(flags)))
 
-    (tf.function(step) if graph else step)()
+    run(step, graph)
     check(found, wanted(hvd, operation))
     for flag in {"new": ("skip_gradients_aggregation",), "old": ("experimental_aggregate_gradients",)}.get(kind, ()):
-        (tf.function(step) if graph else step)(flag)
+        run(step, graph, flag)
         check(found, 2 * wanted(hvd, operation))
 
 
@@ -95,21 +106,10 @@ def test_computed_gradients_are_combined_once(hvd: Any, kind: str, op: str, betw
 @kinds_and_operations
 def test_gradients_of_any_tape_are_combined_once(hvd: Any, kind: str, op: str, graph: bool) -> None:
     operation = getattr(hvd, op)
-    for distributed in (False, True):
+    for wrap in (lambda tape: tape, lambda tape: hvd.DistributedGradientTape(tape, op=operation)):
         for between in (list, clipped):
             found = variables()
-            optimizer = hvd.DistributedOptimizer(KINDS[kind](), op=operation)
-
-            def step(
-                found: Any = found, optimizer: Any = optimizer, distributed: Any = distributed, between: Any = between
-            ) -> None:
-                with tf.GradientTape() as tape:
-                    loss = loss_of(hvd, found)
-                if distributed:
-                    tape = hvd.DistributedGradientTape(tape, op=operation)
-                optimizer.apply_gradients(between(zip(tape.gradient(loss, found), found, strict=True)))
-
-            (tf.function(step) if graph else step)()
+            run(taped(hvd, hvd.DistributedOptimizer(KINDS[kind](), op=operation), found, between, wrap), graph)
             check(found, wanted(hvd, operation))
 
 
@@ -127,15 +127,8 @@ def test_gradients_of_fewer_ranks_are_combined_over_the_others(hvd: Any, kind: s
     alone = hvd.add_process_set([hvd.size() - 1])
     for graph in (False, True):
         found = variables()
-        optimizer = hvd.DistributedOptimizer(KINDS[kind]())
-
-        def step(found: Any = found, optimizer: Any = optimizer) -> None:
-            with tf.GradientTape() as tape:
-                loss = loss_of(hvd, found)
-            tape = hvd.DistributedGradientTape(tape, process_set=alone)
-            optimizer.apply_gradients(zip(tape.gradient(loss, found), found, strict=True))
-
-        (tf.function(step) if graph else step)()
+        wrap = lambda tape: hvd.DistributedGradientTape(tape, process_set=alone)  # noqa: E731
+        run(taped(hvd, hvd.DistributedOptimizer(KINDS[kind]()), found, wrap=wrap), graph)
         check(found, wanted(hvd, hvd.Average))
     hvd.remove_process_set(alone)
 
@@ -203,24 +196,17 @@ def test_doubtful_gradients_that_differ_in_little(hvd: Any, case: str) -> None:
 @pytest.mark.parametrize("graph", (False, True), ids=("eagerly", "graph"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_passes_count_once(hvd: Any, kind: str, graph: bool) -> None:
-    for compute, between in ((True, clipped), (False, list)):
+    for compute in (True, False):
         found = variables()
         optimizer = hvd.DistributedOptimizer(KINDS[kind](), op=hvd.Sum, backward_passes_per_step=2)
 
-        def step(
-            found: Any = found, optimizer: Any = optimizer, compute: Any = compute, between: Any = between
-        ) -> None:
-            if compute:
-                pairs = optimizer.compute_gradients(lambda: loss_of(hvd, found), found)
-            else:
-                with tf.GradientTape() as tape:
-                    loss = loss_of(hvd, found)
-                pairs = list(zip(tape.gradient(loss, found), found, strict=True))
-            optimizer.apply_gradients(between(pairs))
+        def computed(found: Any = found, optimizer: Any = optimizer) -> None:
+            optimizer.apply_gradients(clipped(optimizer.compute_gradients(lambda: loss_of(hvd, found), found)))
 
-        run = tf.function(step) if graph else step
+        step = computed if compute else taped(hvd, optimizer, found)
+        run_again = tf.function(step) if graph else step
         for steps in (0, 1, 1, 2):
-            run()
+            run_again()
             check(found, steps * wanted(hvd, hvd.Sum, passes=2))
 
 
@@ -235,16 +221,14 @@ def test_sums_of_passes_are_not_passed_by(hvd: Any, kind: str) -> None:
 @pytest.mark.parametrize("outside", (False, True))
 @pytest.mark.parametrize("kind", ("new", "old"))
 def test_scaled_losses_are_combined_once(hvd: Any, kind: str, outside: bool) -> None:
-    scaling = tf.keras.mixed_precision.LossScaleOptimizer
-    wrap = lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum)  # noqa: E731
+    scaling = partial(tf.keras.mixed_precision.LossScaleOptimizer, initial_scale=8)
+    wrap = partial(hvd.DistributedOptimizer, op=hvd.Sum)
     for graph in (False, True):
         found = variables()
-        optimizer = (
-            scaling(wrap(KINDS[kind]()), initial_scale=8) if outside else wrap(scaling(KINDS[kind](), initial_scale=8))
-        )
+        optimizer = scaling(wrap(KINDS[kind]())) if outside else wrap(scaling(KINDS[kind]()))
 
         def step(found: Any = found, optimizer: Any = optimizer) -> None:
             optimizer.minimize(lambda: loss_of(hvd, found), found)
 
-        (tf.function(step) if graph else step)()
+        run(step, graph)
         check(found, wanted(hvd, hvd.Sum))

@@ -1,21 +1,17 @@
 """The benchmarks in torch on several ranks: every gradient right, one table, and nothing travels while hooks are
-clocked."""
+clocked; what `benchmarks.gpu.training` checks on a GPU is right on the CPU."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import torch_hooks, torch_step
-
-
-@pytest.fixture(autouse=True)
-def _few_ranks(hvd: Any) -> None:
-    if hvd.size() > 2:
-        pytest.skip("two ranks show it")
+from benchmarks.gpu.training import CHECKS
 
 
 def test_every_contestants_gradients_are_right(hvd: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -44,3 +40,8 @@ def test_hooks_are_clocked_on_rank_0(hvd: Any, tmp_path: Path) -> None:
         records = json.loads(written.read_text())["records"]
         assert [record["variant"] for record in records] == ([] if hvd.size() == 1 else list(torch_hooks.VARIANTS))
         assert all(record["calls"] >= 1 and record["call"]["median"] > 0 for record in records)
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_checks_of_training_on_the_cpu(hvd: Any, check: Callable[[str], None]) -> None:
+    check("cpu")

@@ -74,15 +74,6 @@ def test_reductions_and_their_gradients(hvd: Any) -> None:
     same_as_eager([torch.rand(5, 3, dtype=torch.float64) + 0.5 for _ in range(11)], function, weight=1.0 + hvd.rank())
 
 
-def test_reductions_of_bfloat16(hvd: Any) -> None:
-    torch.manual_seed(hvd.rank())
-    same_as_eager(
-        [torch.rand(4, 2).bfloat16() for _ in range(3)],
-        lambda a, b, c: [hvd.allreduce(a), hvd.reducescatter(b, op=Op.SUM), hvd.broadcast(c, hvd.size() - 1)],
-        weight=1.0,
-    )
-
-
 def test_moves_and_their_gradients(hvd: Any) -> None:
     rank, size = hvd.rank(), hvd.size()
     torch.manual_seed(rank)
@@ -273,50 +264,6 @@ def test_operators_are_what_torch_expects(hvd: Any) -> None:
     for name, arguments in [*samples.items(), *(("adjoint", arguments) for arguments in adjoints.values())]:
         results = torch.library.opcheck(getattr(torch.ops.collectives, name).default, arguments, test_utils=checks)
         assert set(results.values()) == {"SUCCESS"}, (name, results)
-
-
-class Normed(torch.nn.Module):  # type: ignore[misc, name-defined]
-    """A model that needs the other ranks in forward and in backward."""
-
-    def __init__(self, reduce: Callable[[Any], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.last, self.reduce = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3), reduce
-
-    def forward(self, x: Any) -> Any:
-        hidden = self.first(x)
-        return self.last(torch.tanh(hidden - self.reduce(hidden.mean(0))))
-
-
-def train(hvd: Any, backend: str | None) -> list[Any]:
-    """Parameters after some steps; gradients are averaged by hooks as they accumulate."""
-    model = Normed(hvd.allreduce)
-    run = model if backend is None else compile_whole(model, backend=backend)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    handles: list[Any] = []
-
-    def begin(name: str) -> Callable[[Any], None]:
-        return lambda parameter: handles.append(hvd.allreduce_async_(parameter.grad, name=name))
-
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(begin(name))
-    generator = torch.Generator().manual_seed(hvd.rank())
-    for rows in (4, 4, 6, 5):
-        optimizer.zero_grad()
-        run(torch.randn(rows, 6, generator=generator)).square().mean().backward()
-        assert len(handles) == 4
-        while handles:
-            hvd.synchronize(handles.pop())
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def test_training_with_hooks(hvd: Any) -> None:
-    expected = train(hvd, None)
-    found = train(hvd, "aot_eager")
-    torch.testing.assert_close(found, expected)
-    for parameter in found:
-        assert torch.equal(hvd.broadcast(parameter, 0), parameter)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler, and there is no g++ here")

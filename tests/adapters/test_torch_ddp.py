@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,21 +142,3 @@ def test_a_mismatch_ends_backward(hvd: Any, static: bool) -> None:
     with pytest.raises(RuntimeError if static else MismatchError, match="prescale"):
         gradients(model, hvd, 0)
     hvd.barrier()
-
-
-def test_callbacks_of_a_handle(hvd: Any) -> None:
-    told: list[Any] = []
-    done = threading.Event()
-
-    def fail(handle: Any) -> None:
-        raise ValueError("the callback's own affair")
-
-    handle = hvd.allreduce_async(torch.full((3,), float(hvd.rank())), op=hvd.Sum, name="watched")
-    handle.add_done_callback(fail)
-    handle.add_done_callback(told.append)
-    handle.add_done_callback(lambda handle: done.set())
-    assert done.wait(30), "the background thread has not completed it"
-    assert told == [handle] and handle.done
-    handle.add_done_callback(told.append)
-    assert told == [handle, handle]
-    assert hvd.synchronize(handle).tolist() == [hvd.size() * (hvd.size() - 1) / 2] * 3

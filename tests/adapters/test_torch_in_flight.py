@@ -13,26 +13,7 @@ import torch
 
 import collectives
 from collectives.torch.buckets import SMALL
-
-
-class Net(torch.nn.Module):
-    """Tiny parameters, a small and a large one; the first layer is used by some ranks only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.sometimes = torch.nn.Linear(6, 6)
-        self.tiny = torch.nn.Linear(6, 4)
-        self.small = torch.nn.Parameter(torch.randn(4, 1000))
-        self.large = torch.nn.Parameter(torch.randn(1000, SMALL // 2000))
-
-    def forward(self, x: Any, whole: bool = True) -> Any:
-        hidden = self.tiny(self.sometimes(x) if whole else x)
-        return (hidden @ self.small @ self.large / 1000).tanh().pow(2).mean()
-
-
-def batch(rank: int, step: int) -> Any:
-    return torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * step + rank)) * (rank + 1)
+from tests.adapters.test_torch_holding_back import Net, batch
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -255,35 +236,6 @@ def test_another_thread_reads_during_the_backward_pass(hvd: Any) -> None:
     optimizer.step()
     reader.join(30)
     assert bias[0] == -1
-
-
-@pytest.mark.parametrize("as_dense", [False, True])
-def test_sparse_gradients_that_some_ranks_do_not_have(hvd: Any, as_dense: bool) -> None:
-    torch.manual_seed(0)
-    table, layer = torch.nn.Embedding(10, 3, sparse=True), torch.nn.Linear(3, 2)
-    named = [("table", table.weight), *layer.named_parameters()]
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([p for _, p in named], lr=0.0), named, sparse_as_dense=as_dense
-    )
-    last = hvd.size() - 1
-    for step, users in enumerate([[], [last], [0, last], [], [0]]):
-        optimizer.zero_grad()
-        mine = hvd.rank() in users
-        hidden = table(torch.tensor([hvd.rank(), 9])) if mine else torch.ones(2, 3)
-        layer(hidden).sum().backward()
-        optimizer.synchronize()
-        grad = table.weight.grad
-        assert (grad is not None) is bool(users), step
-        if grad is not None:
-            assert grad.is_sparse
-            row = layer.weight.detach().sum(0) / hvd.size()
-            wanted = torch.zeros(10, 3)
-            for rank in users:
-                wanted[rank] += row
-                wanted[9] += row
-            torch.testing.assert_close(grad.to_dense(), wanted)
-        with optimizer.skip_synchronize():
-            optimizer.step()
 
 
 def test_a_table_that_is_sparse_on_one_rank_and_dense_on_another(hvd: Any) -> None:

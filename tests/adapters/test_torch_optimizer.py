@@ -56,12 +56,22 @@ def check(model: Net, gradients: list[Any]) -> None:
         torch.testing.assert_close(param.grad, wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def wrap(hvd: Any, model: Net, **options: Any) -> Any:
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+
+
+def check_step(hvd: Any, model: Net, optimizer: Any) -> None:
+    """The gradients of a backward pass are averaged over all ranks."""
+    wanted = expected(model, range(hvd.size()))
+    model(batch(hvd.rank())).backward()
+    optimizer.synchronize()
+    check(model, wanted)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_second_synchronize_does_nothing(hvd: Any) -> None:
     model = net()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=hvd.Sum
-    )
+    optimizer = wrap(hvd, model, op=hvd.Sum)
     wanted = expected(model, range(hvd.size()), total=True)
     model(batch(hvd.rank())).backward()
     optimizer.synchronize()
@@ -108,9 +118,7 @@ def test_what_nobody_used_keeps_no_gradient(hvd: Any, views: bool) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_zero_grad_in_flight_and_too_many_passes_are_refused(hvd: Any) -> None:
     model = net()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), backward_passes_per_step=2
-    )
+    optimizer = wrap(hvd, model, backward_passes_per_step=2)
     model(batch(hvd.rank())).backward()
     with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss.backward\(\)"):
         optimizer.zero_grad()
@@ -121,25 +129,16 @@ def test_zero_grad_in_flight_and_too_many_passes_are_refused(hvd: Any) -> None:
         optimizer.step()
     optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(1)
-    wanted = expected(model, range(hvd.size()))
-    model(batch(hvd.rank())).backward()
-    optimizer.synchronize()
-    check(model, wanted)
+    check_step(hvd, model, optimizer)
 
 
-def test_numpy_integer_as_number_of_passes(hvd: Any) -> None:
+def test_kinds_of_options(hvd: Any) -> None:
     model = net()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), backward_passes_per_step=np.int64(2)
-    )
-    assert optimizer.backward_passes_per_step == 2
-
-
-def test_groups_of_parameter_lists(hvd: Any) -> None:
-    model = net()
-    bare = torch.optim.SGD(model.parameters(), lr=0.1)
-    groups = [torch.nn.ParameterList(model.second.parameters())]
-    assert hvd.DistributedOptimizer(bare, model.named_parameters(), groups=groups)
+    bare, named = torch.optim.SGD(model.parameters(), lr=0.1), list(model.named_parameters())
+    assert hvd.DistributedOptimizer(bare, named, backward_passes_per_step=np.int64(2)).backward_passes_per_step == 2
+    assert hvd.DistributedOptimizer(bare, named, groups=[torch.nn.ParameterList(model.second.parameters())])
+    with pytest.warns(DeprecationWarning, match="groups"):
+        hvd.DistributedOptimizer(bare, named, num_groups=2)
 
 
 def test_refusals(hvd: Any) -> None:
@@ -198,17 +197,11 @@ def test_names_of_parameters(hvd: Any) -> None:
     ]  # fmt: skip
 
 
-def test_num_groups_is_deprecated(hvd: Any) -> None:
-    model = net()
-    with pytest.warns(DeprecationWarning, match="groups"):
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), num_groups=2)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_an_optimizer_that_is_gone_leaves_no_hooks(hvd: Any) -> None:
     model = net()
     for _ in range(2):
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        optimizer = wrap(hvd, model)
         gc.collect()
         assert len(model.large._post_accumulate_grad_hooks) <= 2
         del optimizer
@@ -220,17 +213,14 @@ def test_an_optimizer_that_is_gone_leaves_no_hooks(hvd: Any) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_a_mismatch_is_raised_everywhere_and_the_next_step_works(hvd: Any) -> None:
     model = net(large=SMALL if hvd.rank() == 0 else SMALL + 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = wrap(hvd, model)
     model(batch(hvd.rank())).backward()
     with pytest.raises(collectives.MismatchError, match="large"):
         optimizer.step()
     model.large = torch.nn.Parameter(torch.zeros(SMALL))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = wrap(hvd, model)
     model.zero_grad()
-    wanted = expected(model, range(hvd.size()))
-    model(batch(hvd.rank())).backward()
-    optimizer.synchronize()
-    check(model, wanted)
+    check_step(hvd, model, optimizer)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -282,9 +272,7 @@ def test_a_process_set_trains_by_itself(hvd: Any) -> None:
     pair = hvd.add_process_set([0, 1])
     try:
         model = net()
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), process_set=pair
-        )
+        optimizer = wrap(hvd, model, process_set=pair)
         ranks = range(2) if hvd.rank() < 2 else range(hvd.rank(), hvd.rank() + 1)
         wanted = expected(model, ranks)
         model(batch(hvd.rank())).backward()
@@ -309,13 +297,8 @@ def test_a_user_compressor_sees_every_gradient(hvd: Any) -> None:
             return (tensor * 2).to(context)
 
     model = net()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=Halves
-    )
-    wanted = expected(model, range(hvd.size()))
-    model(batch(hvd.rank())).backward()
-    optimizer.synchronize()
-    check(model, wanted)
+    optimizer = wrap(hvd, model, compression=Halves)
+    check_step(hvd, model, optimizer)
     assert sorted(seen) == sorted(tuple(param.shape) for param in model.parameters())
 
 

@@ -162,7 +162,6 @@ def signs(parameters: Any) -> None:
 NORM = partial(nn.utils.clip_grad_norm_, max_norm=0.1)
 VALUE = partial(nn.utils.clip_grad_value_, clip_value=1e-3)
 test_clip_norm_after_synchronize = recipe()(partial(clipped, clip=NORM, synchronize=True))
-test_clip_value_after_synchronize = recipe()(partial(clipped, clip=VALUE, synchronize=True))
 test_clip_norm_before_step = recipe()(partial(clipped, clip=NORM, synchronize=False))
 test_clip_value_before_step = recipe()(partial(clipped, clip=VALUE, synchronize=False))
 test_clip_norms_of_halves_before_step = recipe()(partial(clipped, clip=norms_of_halves, synchronize=False))
@@ -225,15 +224,6 @@ def twice(side: Side, model: Model, batch: Any) -> None:
         side.loss(model, side.rows(batch)).backward()
 
 
-@recipe()
-def test_several_losses_in_one_backward(side: Side, model: Model) -> None:
-    optimizer = side.optimizer(momentum(model.parameters()), model)
-    for first, second in zip(batches()[::2], batches()[1::2], strict=True):
-        optimizer.zero_grad()
-        (side.loss(model, side.rows(first)) + side.loss(model, side.rows(second))).backward()
-        optimizer.step()
-
-
 @recipe(Heads)
 def test_a_backward_pass_for_each_head(side: Side, model: Model) -> None:
     """Two passes go through the trunk, one through each head."""
@@ -255,18 +245,6 @@ def test_gradient_penalty(side: Side, model: Model) -> None:
         outputs = model(inputs)
         (slopes,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
         side.mean((outputs - targets).square().sum(1, keepdim=True) + slopes.square().sum(1, keepdim=True)).backward()
-        optimizer.step()
-
-
-@recipe(views=False)
-def test_gradients_combined_by_the_program(side: Side, model: Model) -> None:
-    """Without a distributed optimizer."""
-    optimizer = momentum(model.parameters())
-    for batch in batches():
-        optimizer.zero_grad()
-        side.loss(model, side.rows(batch)).backward()
-        if isinstance(side, Ranks):
-            side.hvd.grouped_allreduce_([parameter.grad for parameter in model.parameters()])
         optimizer.step()
 
 
@@ -304,11 +282,6 @@ def test_lbfgs(side: Side, model: Model) -> Any:
 
 
 @recipe()
-def test_closure(side: Side, model: Model) -> Any:
-    return with_closures(side, model, side.optimizer(momentum(model.parameters()), model))
-
-
-@recipe()
 def test_closure_that_clips(side: Side, model: Model) -> Any:
     return with_closures(side, model, side.optimizer(momentum(model.parameters()), model), clip=0.1)
 
@@ -318,13 +291,6 @@ def test_closure_and_sum(side: Side, model: Model) -> None:
     """A sum, of losses that say how much of the mean each rank has."""
     options = {} if isinstance(side, Alone) else {"op": side.hvd.Sum}
     with_closures(side, model, side.optimizer(momentum(model.parameters()), model, **options), factor=1 / side.weight)
-
-
-@recipe()
-def test_backward_passes_and_closure(side: Side, model: Model) -> None:
-    with_closures(
-        side, model, side.optimizer(momentum(model.parameters()), model, backward_passes_per_step=3), before=2
-    )
 
 
 @recipe()
@@ -364,10 +330,7 @@ def scheduled(side: Side, model: Model, make: Any, *, before: bool) -> list[floa
     return rates
 
 
-STEPS_DOWN = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
 ONE_CYCLE = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=6)
-test_scheduler_made_after_wrapping = recipe()(partial(scheduled, make=STEPS_DOWN, before=False))
-test_scheduler_made_before_wrapping = recipe()(partial(scheduled, make=STEPS_DOWN, before=True))
 test_one_cycle_made_after_wrapping = recipe()(partial(scheduled, make=ONE_CYCLE, before=False))
 test_one_cycle_made_before_wrapping = recipe()(partial(scheduled, make=ONE_CYCLE, before=True))
 

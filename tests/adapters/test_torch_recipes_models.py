@@ -7,10 +7,8 @@ import copy
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from tests.adapters.torch_recipes import (
@@ -36,27 +34,21 @@ def normed() -> Model:
     return nn.Sequential(
         nn.Unflatten(1, (2, INPUTS // 2)),
         nn.Conv1d(2, 6, 3, dtype=torch.float64),
-        nn.BatchNorm1d(6, dtype=torch.float64),
+        nn.BatchNorm1d(6, momentum=None, dtype=torch.float64),
         nn.Tanh(),
         nn.Flatten(),
         nn.LazyLinear(OUTPUTS, dtype=torch.float64),
     )
 
 
-def built(make: Any) -> Model:
-    model = make()
+def built() -> Model:
+    model = normed()
     model(batches()[0][0])
-    return make_fresh(model)
-
-
-def make_fresh(model: Model) -> Model:
-    for layer in model.modules():
-        if isinstance(layer, nn.BatchNorm1d):
-            layer.reset_running_stats()
+    model[2].reset_running_stats()
     return model
 
 
-@recipe(partial(built, normed))
+@recipe(built)
 def test_sync_batch_norm(side: Side, model: Model) -> Any:
     """Its statistics are part of what is compared."""
     if isinstance(side, Ranks):
@@ -113,16 +105,20 @@ def embedded_on_some(side: Side, model: Model, **options: Any) -> None:
             used = step != 1 and rank == (side.size - 1 if step == 0 else (step + 1) % side.size)
             side.mean((model(bags, used) - targets).square()).backward()
         optimizer.step()
+        gradient = model.table.weight.grad
+        if isinstance(side, Ranks) and not side.options["gradient_as_bucket_view"]:
+            assert (gradient is None) if step == 1 else gradient.is_sparse
 
 
 test_sparse_embedding_unused_on_some_ranks = recipe(Words)(embedded_on_some)
 test_sparse_as_dense_unused_on_some_ranks = recipe(Words)(partial(embedded_on_some, sparse_as_dense=True))
 
 
-def two_adams(side: Side, model: Model, **options: Any) -> None:
+@recipe(Words, views=False)
+def test_sparse_adam(side: Side, model: Model) -> None:
     """Two optimizers for one model."""
     optimizers = [
-        side.optimizer(torch.optim.SparseAdam(model.table.parameters(), lr=0.05), model.table, **options),
+        side.optimizer(torch.optim.SparseAdam(model.table.parameters(), lr=0.05), model.table),
         side.optimizer(torch.optim.Adam(model.last.parameters(), lr=0.05), model.last),
     ]
     for batch in sentences():
@@ -131,10 +127,6 @@ def two_adams(side: Side, model: Model, **options: Any) -> None:
         side.loss(model, side.rows(batch)).backward()
         for optimizer in optimizers:
             optimizer.step()
-
-
-test_sparse_adam = recipe(Words, views=False)(two_adams)
-test_sparse_adam_as_dense = recipe(Words, views=False)(partial(two_adams, sparse_as_dense=True))
 
 
 # ---- uneven data -----------------------------------------------------------------------------------------------------
@@ -224,19 +216,6 @@ def test_parameters_added_later(side: Side, model: Model) -> None:
     train(side, model, optimizer)
 
 
-@recipe()
-def test_several_optimizers(side: Side, model: Model) -> None:
-    """One for each layer, of different kinds; one backward pass."""
-    kinds = {0: torch.optim.Adam, 2: torch.optim.Adagrad, 4: torch.optim.RMSprop}
-    optimizers = [side.optimizer(kind(model[at].parameters(), lr=0.02), model[at]) for at, kind in kinds.items()]
-    for batch in batches():
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        side.loss(model, side.rows(batch)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
 class Tied(nn.Module):
     """A language model in small: the table of the inputs is that of the outputs."""
 
@@ -262,24 +241,6 @@ def test_tied_weights(side: Side, model: Model) -> None:
         assert model.decoder.weight is model.encoder.weight
     optimizer = side.optimizer(momentum(model.parameters()), model)
     train(side, model, optimizer, data=[(words, targets.sum(1, keepdim=True)) for words, targets in sentences()])
-
-
-OPTIMIZERS = {
-    "fused": partial(torch.optim.AdamW, lr=0.02, fused=True),
-    "foreach": partial(torch.optim.AdamW, lr=0.02, foreach=True),
-    "neither": partial(torch.optim.AdamW, lr=0.02, foreach=False),
-    "fused momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True),
-}
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_fused_and_foreach(hvd: Any, kind: str) -> None:
-    """Implementations of one optimizer."""
-
-    def program(side: Side, model: Model) -> None:
-        train(side, model, side.optimizer(OPTIMIZERS[kind](model.parameters()), model))
-
-    recipe(views=False)(program)(hvd, False)
 
 
 # ---- what programs do with gradients and weights ---------------------------------------------------------------------
@@ -311,16 +272,6 @@ test_hooks_after_accumulation_made_before_wrapping = recipe()(partial(hooked, be
 test_hooks_after_accumulation_made_after_wrapping = recipe()(partial(hooked, before=False))
 
 
-@recipe(views=False)
-def test_moving_average_of_weights(side: Side, model: Model) -> Any:
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = side.optimizer(momentum(model.parameters()), model)
-    for batch in batches():
-        train(side, model, optimizer, data=[batch])
-        average.update_parameters(model)
-    return average.module.state_dict().values()
-
-
 # ---- checkpoints of activations --------------------------------------------------------------------------------------
 
 
@@ -350,15 +301,19 @@ def test_reentrant_checkpointing_of_a_shared_layer(side: Side, model: Model) -> 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
-def compiled(side: Side, function: Any, backend: str) -> Any:
+def compiled(side: Side, function: Any, backend: str, **options: Any) -> Any:
     """Compiled on the ranks."""
     torch._dynamo.reset()
-    return torch.compile(function, backend=backend) if isinstance(side, Ranks) else function
+    return torch.compile(function, backend=backend, **options) if isinstance(side, Ranks) else function
 
 
-@recipe(views=False)
+@recipe(built, views=False)
 def test_compiled_model(side: Side, model: Model) -> None:
-    train(side, model, side.optimizer(momentum(model.parameters()), model), compiled(side, model, "aot_eager"))
+    """As one graph, whose batch normalisation meets the other ranks in forward and in backward."""
+    if isinstance(side, Ranks):
+        side.hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    forward = compiled(side, model, "aot_eager", fullgraph=True)
+    train(side, model, side.optimizer(momentum(model.parameters()), model), forward)
 
 
 @recipe(views=False)

@@ -74,18 +74,6 @@ def test_shapes_beyond_32_bits(hvd: Any) -> None:
     assert y.values().tolist() == [2.0 * hvd.size(), *[1.0] * hvd.size()]
 
 
-def test_the_gradient_of_an_embedding(hvd: Any) -> None:
-    torch.manual_seed(0)
-    embedding = torch.nn.Embedding(6, 3, sparse=True)
-    embedding(torch.tensor([hvd.rank(), 5, 5])).pow(2).sum().backward()
-    gradient = embedding.weight.grad
-    y = hvd.synchronize(hvd.sparse_allreduce_async(gradient, "embedding", hvd.Average))
-    torch.testing.assert_close(y.to_dense(), hvd.allreduce(gradient.to_dense()))
-    embedding.weight.grad = y
-    torch.optim.SGD(embedding.parameters(), lr=0.1).step()
-    assert torch.equal(hvd.broadcast(embedding.weight.data, 0), embedding.weight.data)
-
-
 def test_in_a_process_set_and_unnamed(hvd: Any) -> None:
     some = hvd.add_process_set([hvd.size() - 1])
     if some.included():

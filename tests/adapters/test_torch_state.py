@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from collectives.frontends import broadcasts
 from collectives.torch import optimizer_state
 from collectives.torch.optimizer import DistributedOptimizer
 from collectives.worlds import runtime
+from tests.adapters.test_torch_training import OPTIMIZERS as TRAINED
 
 LARGE = 1 << 17  # elements of float32: more than what travels packed
 
@@ -59,15 +61,6 @@ def equal(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, (list, tuple)):
         return type(found) is type(wanted) and len(found) == len(wanted) and all(map(equal, found, wanted))
     return type(found) is type(wanted) and found == wanted
-
-
-@pytest.fixture
-def pair(hvd: Any) -> Iterator[Any]:
-    """The process set of the first and the last rank; None where there is only one rank."""
-    chosen = hvd.add_process_set([0, hvd.size() - 1]) if hvd.size() > 1 else None
-    yield chosen
-    if chosen is not None:
-        hvd.remove_process_set(chosen)
 
 
 def on_all(hvd: Any, call: Callable[[], Any], said: str, kinds: tuple[type[Exception], ...] = (MismatchError,)) -> None:
@@ -295,8 +288,6 @@ def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd: Any, monkeypatch: p
 
 
 def test_parameters_within_a_process_set(hvd: Any, pair: Any) -> None:
-    if pair is None:
-        pytest.skip("needs two ranks")
     model, last = Net(hvd.rank()), hvd.size() - 1
     if pair.included():
         hvd.broadcast_parameters(model.named_parameters(), last, pair)
@@ -312,21 +303,13 @@ def test_parameters_within_a_process_set(hvd: Any, pair: Any) -> None:
 # ---- optimizers
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
-    "SGD, momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "Adam": lambda params: torch.optim.Adam(params, lr=0.01, betas=(0.8, 0.95), amsgrad=True, weight_decay=0.1),
-    "Adam, foreach": lambda params: torch.optim.Adam(params, lr=0.01, foreach=True),
-    "Adam, fused": lambda params: torch.optim.Adam(params, lr=0.01, fused=True),
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), foreach=False),
-    "Adadelta": lambda params: torch.optim.Adadelta(params),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr_decay=0.1),
-    "Adamax": lambda params: torch.optim.Adamax(params),
-    "ASGD": lambda params: torch.optim.ASGD(params, t0=1),
-    "NAdam": lambda params: torch.optim.NAdam(params, decoupled_weight_decay=True),
-    "RAdam": lambda params: torch.optim.RAdam(params),
-    "RMSprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.5),
-    "Rprop": lambda params: torch.optim.Rprop(params, etas=(0.4, 1.3)),
-    "Adafactor": lambda params: torch.optim.Adafactor(params),
+    **{
+        name: functools.partial(getattr(torch.optim, name), **options)
+        for name, options in TRAINED.items()
+        if name != "Muon" and hasattr(torch.optim, name)
+    },
+    "SGD, plain": lambda params: torch.optim.SGD(params, lr=0.1),
+    "AdamW, its rate a tensor": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), foreach=False),
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=3, history_size=4),
     "SparseAdam": lambda params: torch.optim.SparseAdam(params),
 }
@@ -380,7 +363,7 @@ def test_the_state_becomes_the_roots_and_training_goes_on_alike(hvd: Any, kind: 
     assert all(equal(each, everyone[root]) for each in everyone)
     assert equal(optimizer.param_groups[0]["betas"], (0.5, 0.75, None)) and equal(optimizer.param_groups[0]["lr"], 0.25)
     assert all(torch.equal(*both) for both in zip(params, before, strict=True))
-    assert not steps[0] or kind == "SGD" or len(optimizer.state) > 0
+    assert not steps[0] or kind == "SGD, plain" or len(optimizer.state) > 0
     for number, parameter in enumerate(params):
         for key, value in optimizer.state.get(parameter, {}).items():
             old = held.get((number, key))
@@ -537,8 +520,6 @@ def test_what_is_no_optimizer_or_cannot_be_sent_is_refused(hvd: Any) -> None:
 
 
 def test_optimizers_within_a_process_set(hvd: Any, pair: Any) -> None:
-    if pair is None:
-        pytest.skip("needs two ranks")
     params = parameters(0)
     optimizer = torch.optim.Adam(params, lr=0.1 + hvd.rank())
     train(optimizer, params, hvd.rank())
@@ -567,6 +548,6 @@ def test_objects(hvd: Any, pair: Any) -> None:
     everyone = hvd.allgather_object(mine, "all")
     assert [each["rank"] for each in everyone] == list(range(hvd.size()))
     assert all(torch.equal(each["weights"][0], torch.full((2, 2), each["rank"]).bfloat16()) for each in everyone)
-    if pair is not None and pair.included():
+    if pair.included():
         assert hvd.broadcast_object(mine, hvd.size() - 1, process_set=pair)["rank"] == hvd.size() - 1
         assert [each["rank"] for each in hvd.allgather_object(mine, None, pair)] == [0, hvd.size() - 1]

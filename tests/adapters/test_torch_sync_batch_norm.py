@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,15 +15,6 @@ from collectives.base.errors import InvalidArgumentError, MismatchError
 CHANNELS = 3
 SHAPES = {"1d": (), "1d, length": (7,), "2d": (4, 5), "3d": (2, 3, 4)}
 PLAIN = {0: torch.nn.BatchNorm1d, 1: torch.nn.BatchNorm1d, 2: torch.nn.BatchNorm2d, 3: torch.nn.BatchNorm3d}
-
-
-@pytest.fixture
-def pair(hvd: Any) -> Iterator[Any]:
-    """The process set of the first and the last rank; None where there is only one rank."""
-    chosen = hvd.add_process_set([0, hvd.size() - 1]) if hvd.size() > 1 else None
-    yield chosen
-    if chosen is not None:
-        hvd.remove_process_set(chosen)
 
 
 def batches(rows: list[int], shape: tuple[int, ...], dtype: Any = torch.float64, step: int = 0) -> list[Any]:
@@ -188,29 +178,6 @@ def test_backward_passes_in_another_order_are_an_error_and_no_wrong_numbers(hvd:
     norm(x).sum().backward()  # and the next step is in order
 
 
-def test_compiled_as_one_graph(hvd: Any) -> None:
-    if hvd.size() != 2:
-        pytest.skip("compiling takes seconds on every rank, and two ranks show it")
-    torch.manual_seed(0)
-    plain = torch.nn.Sequential(
-        torch.nn.Conv2d(CHANNELS, CHANNELS, 1), torch.nn.BatchNorm2d(CHANNELS, momentum=None)
-    ).double()
-    mine = hvd.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
-    model = torch.compile(mine, backend="aot_eager", fullgraph=True)
-    counts = [2 + rank for rank in range(hvd.size())]
-    start = sum(counts[: hvd.rank()])
-    for step in range(2):
-        inputs = batches(counts, (2, 2), step=step)
-        whole, part = torch.cat(inputs).requires_grad_(), inputs[hvd.rank()].clone().requires_grad_()
-        plain(whole).pow(3).sum().backward()
-        model(part).pow(3).sum().backward()
-        torch.testing.assert_close(part.grad, whole.grad[start : start + counts[hvd.rank()]], **EXACT)
-    for name, parameter in mine.named_parameters():
-        torch.testing.assert_close(of_all(hvd, parameter.grad), plain.get_parameter(name).grad, **EXACT)
-    for name, buffer in mine.named_buffers():
-        torch.testing.assert_close(buffer, plain.get_buffer(name), **EXACT)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(hvd: Any, reentrant: bool) -> None:
     inputs = batches([3] * hvd.size(), (2, 2))
@@ -290,8 +257,6 @@ def test_a_second_derivative_is_refused(hvd: Any) -> None:
 
 
 def test_a_process_set(hvd: Any, pair: Any) -> None:
-    if pair is None:
-        pytest.skip("needs two ranks")
     inputs = batches([2 + rank for rank in range(hvd.size())], (4,))
     if pair.included():
         members = [inputs[0], inputs[-1]]

@@ -14,9 +14,9 @@ from tests.adapters.torch_recipes import INPUTS, OUTPUTS, Alone, Model, Side, ba
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-    "Adam": {"lr": 0.02},
-    "AdamW": {"lr": 0.02, "amsgrad": True},
-    "Adagrad": {"lr": 0.05},
+    "Adam": {"lr": 0.02, "foreach": True},
+    "AdamW": {"lr": 0.02, "amsgrad": True, "fused": True},
+    "Adagrad": {"lr": 0.05, "foreach": False},
     "Adadelta": {"lr": 1.0},
     "Adamax": {"lr": 0.02},
     "ASGD": {"lr": 0.1},
@@ -60,10 +60,8 @@ def with_lists(side: Side, model: Model) -> None:
 
 
 test_single_precision = recipe(partial(network, torch.float32))(with_options)
-test_predivide_factor_below_1 = recipe()(partial(with_options, gradient_predivide_factor=0.5))
 test_predivide_factor_above_1 = recipe()(partial(with_options, gradient_predivide_factor=4.0))
 test_one_group = recipe()(partial(with_options, groups=1))
-test_four_groups = recipe()(partial(with_options, groups=4))
 test_more_groups_than_parameters = recipe()(partial(with_options, groups=99))
 test_lists_of_parameters = recipe()(with_lists)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import collectives.torch as public
 from collectives import InvalidTypeError
@@ -100,23 +100,6 @@ def test_jacobians_and_second_derivatives(hvd: Any) -> None:
     torch.testing.assert_close(hessian(cubes)(x), torch.diag(6 * size * total) * 1.0 * size)
     torch.testing.assert_close(grad(lambda y: grad(cubes)(y).sum())(x), 6 * size**2 * total)
     torch.testing.assert_close(jacfwd(lambda x: hvd.allreduce(x, op=hvd.Sum))(x), torch.eye(3) * size)
-
-
-def test_a_model_with_parameters_as_arguments(hvd: Any) -> None:
-    torch.manual_seed(1)
-    model = torch.nn.Linear(3, 2)
-    weights = {name: value.detach() for name, value in model.named_parameters()}
-    batch = numbers(hvd, 4, 3)
-
-    def mean(weights: Any, x: Any) -> Any:
-        return hvd.allreduce(functional_call(model, weights, (x,)).square().mean(), name="loss")
-
-    found = grad(mean)(weights, batch)
-    mean(dict(model.named_parameters()), batch).backward()
-    for name, value in model.named_parameters():
-        torch.testing.assert_close(found[name], value.grad)
-    examples = vmap(grad(mean), in_dims=(None, 0))(weights, batch)
-    torch.testing.assert_close(examples["bias"], torch.stack([grad(mean)(weights, x)["bias"] for x in batch]))
 
 
 def test_groups_of_which_some_have_no_gradient(hvd: Any) -> None:

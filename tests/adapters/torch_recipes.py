@@ -43,34 +43,35 @@ def batches(count: int = STEPS, dtype: Any = torch.float64) -> list[Batch]:
 
 
 class Side:
-    """What a recipe asks for.
+    """What a recipe asks for; as one process answers.
 
     Attributes:
         size: the number of ranks among which rows are dealt.
         weight: by which a rank multiplies its part of a mean over all rows, because optimizers average over the ranks.
     """
 
-    size: int
-    weight: int
+    weight = 1
+
+    def __init__(self, size: int) -> None:
+        self.size = size
 
     def rows(self, batch: Batch) -> Batch:
         """This process's rows."""
-        raise NotImplementedError
+        return batch
 
     def parts(self, batch: Batch) -> list[tuple[int, Batch]]:
         """Ranks and their rows: this rank's, or all; where ranks do different things, or rounding depends on the
         rows."""
-        raise NotImplementedError
+        return [(rank, tuple(rows[rank :: self.size] for rows in batch)) for rank in range(self.size)]
 
     def optimizer(self, optimizer: Any, model: Model = None, **options: Any) -> Any:
         """Distributed, with the names of the model."""
-        raise NotImplementedError
+        return optimizer
 
-    def synchronize(self, optimizer: Any) -> None:
-        raise NotImplementedError
+    def synchronize(self, optimizer: Any) -> None: ...
 
     def skip_synchronize(self, optimizer: Any) -> AbstractContextManager[None]:
-        raise NotImplementedError
+        return nullcontext()
 
     def refuses(self, attempt: Callable[[], Any], kind: type[Exception], match: str) -> None:
         """Insist on an error, on each of several ranks."""
@@ -99,11 +100,20 @@ class Side:
         """Divide gradients that have added up over the parts."""
 
 
+class Alone(Side):
+    """One process that has all rows."""
+
+    def average(self, model: Model) -> None:
+        for parameter in model.parameters():
+            parameter.grad /= self.size
+
+
 class Ranks(Side):
     """One of several ranks."""
 
     def __init__(self, hvd: Any, **options: Any) -> None:
-        self.hvd, self.rank, self.size, self.weight = hvd, hvd.rank(), hvd.size(), hvd.size()
+        super().__init__(hvd.size())
+        self.hvd, self.rank, self.weight = hvd, hvd.rank(), hvd.size()
         self.options = options
 
     def rows(self, batch: Batch) -> Batch:
@@ -129,34 +139,6 @@ class Ranks(Side):
 
     def total(self, number: Any) -> Any:
         return self.hvd.allreduce(number, op=self.hvd.Sum)
-
-
-class Alone(Side):
-    """One process that has all rows."""
-
-    weight = 1
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def rows(self, batch: Batch) -> Batch:
-        return batch
-
-    def parts(self, batch: Batch) -> list[tuple[int, Batch]]:
-        return [(rank, tuple(rows[rank :: self.size] for rows in batch)) for rank in range(self.size)]
-
-    def optimizer(self, optimizer: Any, model: Model = None, **options: Any) -> Any:
-        return optimizer
-
-    def synchronize(self, optimizer: Any) -> None:
-        """There is nobody."""
-
-    def skip_synchronize(self, optimizer: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def average(self, model: Model) -> None:
-        for parameter in model.parameters():
-            parameter.grad /= self.size
 
 
 def momentum(parameters: Any, **options: Any) -> Any:

@@ -10,11 +10,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from collectives.device.protocol import Device, active
 from collectives.tensors.cuda_tensors import DeviceView
 from collectives.tensors.streams import free_of_capture
+
+Wait = Callable[..., None]
+"""Blocks until the `Completion` that is passed; without one, until the GPU has done all issued work."""
 
 
 class Events:
@@ -76,12 +79,6 @@ class _EventReturn(weakref.ref[Completion]):
 
     __slots__ = ("event",)
     event: int
-
-
-class Wait(Protocol):
-    """Blocks until a completion has passed; without one, until the GPU has done all issued work."""
-
-    def __call__(self, completion: Completion | None = None) -> None: ...
 
 
 class Fence:

@@ -26,7 +26,7 @@ from collectives.engine.context import Context
 from collectives.transport.cuda import nccl
 from collectives.transport.cuda.cuda_ipc import Card, IpcMemory
 from collectives.transport.cuda.issue_order import Turn
-from collectives.transport.cuda.nccl import Communicator
+from collectives.transport.cuda.nccl_library import NcclCommunicator
 
 _CONNECT_WITHIN = 120.0
 """Seconds for NCCL to connect ranks that are all present; beyond, another transport is used."""
@@ -74,7 +74,7 @@ class Connection:
         keep: Callable[[Any], None],
     ) -> None:
         self.established = False
-        self.communicators: list[Communicator] = []
+        self.communicators: list[NcclCommunicator] = []
         unknown = DeviceFacts("not connected yet", "not connected yet")
         self.planner = DevicePlanner(context.planner.placement, unknown)
         self._context, self._config = context, config
@@ -177,7 +177,7 @@ class Connection:
             detour = "through host memory" if facts.ipc else "by CUDA IPC"
             logger.warning("%s; GPU tensors go %s", bare(self._context.rank, self._nccl_failure), detour)
 
-    def communicator(self) -> Communicator:
+    def communicator(self) -> NcclCommunicator:
         """NCCL's communicator of these ranks; created by the first call, which is collective.
 
         Raises:
@@ -190,7 +190,7 @@ class Connection:
         rank, size = self._context.rank, self._context.size
         library, timeout = nccl.library(), min(_CONNECT_WITHIN, self._config.timeout)
         connect = partial(library.connect, sharers=self._sharers)
-        made: list[Communicator] = []
+        made: list[NcclCommunicator] = []
         # Allocated before any rank's kernel can wait for this rank: see `transfer.DeviceBuffers`.
         scratch = self._buffers.get("greetings", 2 * size)
         self._wait()

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from collectives.base.errors import TransportError
 from collectives.cuda.launches import DevicePlan, Stage
+from collectives.cuda.messages import NcclMessages, StagedMessages
 from collectives.device.protocol import Array, Device
 from collectives.plan.fast_paths import ExecutorState
 from collectives.transport.cuda.cuda_ipc import IpcMemory
@@ -28,17 +28,6 @@ from collectives.transport.host.board import Board
 
 _MOST_CAPTURES = 256
 _ABANDON_WITHIN = 5.0
-
-
-class DeviceMessages(Protocol):
-    """Messages between device memories; both sides name the same number of elements."""
-
-    def exchange(self, stage: Stage, table: Array, dtype: np.dtype[np.generic], stream: int) -> None:
-        """Receive and send all messages of a stage at once, ordered on ``stream`` like any other work.
-
-        Args:
-            table: of addresses, see `launches`.
-        """
 
 
 class _Capture:
@@ -72,7 +61,7 @@ class DeviceExecutor:
         self.main = device.create_stream()
         self._side = device.create_stream()
         self.memory: IpcMemory | None = None
-        self.messages: DeviceMessages | None = None
+        self.messages: NcclMessages | StagedMessages | None = None
         self.graphs = False
         self._device = device
         self._rank = rank

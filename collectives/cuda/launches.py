@@ -126,11 +126,6 @@ class DevicePlan:
     captures: int = 0
     placed: bytes = b""
 
-    @property
-    def launches(self) -> int:
-        """Number of kernels that a run launches."""
-        return sum(launch.combination.launches for stage in self.stages for launch in stage.launches)
-
 
 @dataclass(slots=True)
 class LaunchBinder:

@@ -13,7 +13,8 @@ from collectives.cuda.completion import Completion, Events, Wait
 from collectives.cuda.launches import Stage
 from collectives.device.protocol import Array, Device
 from collectives.transport.base import MessageTransport
-from collectives.transport.cuda.nccl import Communicator, NcclGroup
+from collectives.transport.cuda.nccl import NcclGroup
+from collectives.transport.cuda.nccl_library import NcclCommunicator
 
 _PIECE = 4 << 20
 """Bytes of a piece: some hundred microseconds of a fast network or of the bus."""
@@ -23,11 +24,12 @@ _BANKS = 2
 class NcclMessages:
     """Sends and receives of one communicator, each stage in one NCCL group."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: NcclCommunicator) -> None:
         self._communicator = communicator
 
     def exchange(self, stage: Stage, table: Array, dtype: np.dtype[np.generic], stream: int) -> None:
-        """See `executor.DeviceMessages`."""
+        """Receive and send all messages of a stage at once, ordered on ``stream`` like any other work; ``table``: of
+        addresses, see `launches`."""
         communicator, addresses = self._communicator, table.tolist()
         with NcclGroup(communicator):
             for message in stage.receives:
@@ -55,8 +57,8 @@ class StagedMessages:
         self._stored: list[Completion | None] = [None] * _BANKS
 
     def exchange(self, stage: Stage, table: Array, dtype: np.dtype[np.generic], stream: int) -> None:
-        """See `executor.DeviceMessages`; returns when everything has arrived in host memory and its copy to the device
-        is enqueued."""
+        """As `NcclMessages.exchange`; returns when everything has arrived in host memory and its copy to the device is
+        enqueued."""
         device, transport, itemsize = self._device, self._messages, dtype.itemsize
         messages = [*stage.receives, *stage.sends]
         received, sent = range(len(stage.receives)), range(len(stage.receives), len(messages))

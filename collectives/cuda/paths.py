@@ -1,7 +1,8 @@
 """Paths: how one operation between blocks of device memory is carried out, once its transport is chosen.
 
-A path has the two halves of a task (`collectives.engine.tasks`): `prepare` before the ranks meet, whose words travel
-with the meeting, and `run` after it.
+A path has the two halves of a task (`collectives.engine.tasks`): `prepare` describes the blocks to the peers, once the
+work that produces ``source`` has been enqueued, and returns the words with which this rank enters the negotiation
+round; `run` issues the operation, once all ranks have prepared.
 
     SchedulePath   a schedule, over mapped memory or messages (`launches`, `executor`)
     NcclPath       NCCL's own collective
@@ -11,7 +12,7 @@ with the meeting, and `run` after it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,30 +25,14 @@ from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination, Scaling
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
+from collectives.engine.rows import Rows
 from collectives.engine.tasks import AdasumTensor, OneTensor
 from collectives.tensors.arrays import address
-from collectives.transport.base import Array
 
 Words = Sequence[int] | memoryview
 
 
-class DevicePath(Protocol):
-    """How an operation is carried out."""
-
-    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Words:
-        """Describe the blocks to the peers; called when the work that produces ``source`` has been enqueued.
-
-        Returns:
-            The words with which this rank enters the negotiation round.
-        """
-
-    def run(self, source: DeviceBlock, out: DeviceBlock) -> None:
-        """Issue the operation; all ranks have prepared."""
-
-
 class SchedulePath:
-    """A schedule."""
-
     def __init__(self, accelerator: Accelerator, choice: DeviceChoice, plan: DevicePlan, dtype: np.dtype[Any]) -> None:
         self._accelerator = accelerator
         self._plan = plan
@@ -119,28 +104,45 @@ class NcclPath:
 
 
 class HostPath:
-    """The host's engine, between page-locked copies of the blocks; ``request`` is the same one for host memory."""
+    """The host's engine, between page-locked copies of the blocks.
 
-    def __init__(self, accelerator: Accelerator, request: CachedRequest) -> None:
-        context = accelerator.context
+    Args:
+        request: the same one for host memory.
+        rows: of this rank, in an all-gather or an all-to-all.
+    """
+
+    def __init__(self, accelerator: Accelerator, request: CachedRequest, rows: Sequence[int] = ()) -> None:
         self._accelerator = accelerator
         self._request = request
-        self._task = (AdasumTensor if request.op is Op.ADASUM else OneTensor)(context, request)
+        self._rows = rows
+        self._task = (Rows if rows else AdasumTensor if request.op is Op.ADASUM else OneTensor)(
+            accelerator.context, request
+        )
         self._handle: Handle | None = None
 
     def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Words:
         accelerator, dtype = self._accelerator, self._request.dtype
-        copy = copy_to_host(accelerator, source, dtype)
+        copy = accelerator.pinned("source", source.nbytes // dtype.itemsize, dtype)
+        if source.nbytes:
+            accelerator.device.copy(address(copy), source.address, source.nbytes, accelerator.executor.main)
+        accelerator.wait()
         in_place = out.address == source.address
-        result = copy if in_place else accelerator.pinned("result", out.nbytes // dtype.itemsize, dtype)
-        self._handle = Handle(self._request, copy, result, lambda handle: None)
+        self._result = copy if in_place else accelerator.pinned("result", out.nbytes // dtype.itemsize, dtype)
+        self._handle = Handle(self._request, copy, self._result, lambda handle: None, rows=self._rows)
         return self._task.prepare_handles([self._handle])
 
     def run(self, source: DeviceBlock, out: DeviceBlock) -> None:
-        assert self._handle is not None
-        self._task.run_handles([self._handle])
-        copy_to_device(self._accelerator, self._handle.out, out.address)
+        accelerator, handle, result = self._accelerator, self._handle, self._result
+        assert handle is not None
+        self._task.run_handles([handle])
+        if handle.out is not result:  # rows are gathered in new memory
+            np.copyto(result, handle.out)
+        accelerator.device.copy(out.address, address(result), result.nbytes, accelerator.executor.main)
+        accelerator.wait()  # because the page-locked memory is reused
         self._handle = None
+
+
+DevicePath = SchedulePath | NcclPath | HostPath
 
 
 def allreduce_path(
@@ -159,19 +161,3 @@ def allreduce_path(
         return NcclPath(accelerator, "allreduce", dtype, count, op, finish)
     plan = accelerator.plans.allreduce((count,), dtype, choice, op, finish)
     return SchedulePath(accelerator, choice, plan, dtype)
-
-
-def copy_to_host(accelerator: Accelerator, source: DeviceBlock, dtype: np.dtype[Any]) -> Array:
-    """A page-locked copy of a block, as elements of ``dtype``; waits until it has arrived. The next call reuses its
-    memory."""
-    copy = accelerator.pinned("source", source.nbytes // dtype.itemsize, dtype)
-    if source.nbytes:
-        accelerator.device.copy(address(copy), source.address, source.nbytes, accelerator.executor.main)
-    accelerator.wait()
-    return copy
-
-
-def copy_to_device(accelerator: Accelerator, array: Array, target: int) -> None:
-    """Copy a page-locked array to an address; waits until it has arrived, because the memory is reused."""
-    accelerator.device.copy(target, address(array), array.nbytes, accelerator.executor.main)
-    accelerator.wait()

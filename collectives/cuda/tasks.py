@@ -22,16 +22,7 @@ from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.calibration import calibrate
 from collectives.cuda.connection import ConnectError
-from collectives.cuda.paths import (
-    DevicePath,
-    HostPath,
-    NcclPath,
-    SchedulePath,
-    Words,
-    allreduce_path,
-    copy_to_device,
-    copy_to_host,
-)
+from collectives.cuda.paths import DevicePath, HostPath, NcclPath, SchedulePath, Words, allreduce_path
 from collectives.cuda.planner import DeviceChoice
 from collectives.cuda.request_cache import CachedDeviceRequest
 from collectives.cuda.transfer import DeviceBlock
@@ -39,7 +30,6 @@ from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination, Scaling
 from collectives.device.packing import Packing
 from collectives.engine.handles import Handle
-from collectives.engine.rows import Rows
 from collectives.tensors.cuda_tensors import DeviceArray
 from collectives.transport.base import Array
 from collectives.transport.cuda import nccl_elements
@@ -47,7 +37,6 @@ from collectives.transport.cuda.cuda_ipc import WORDS
 
 _MOST_ROWS = 64
 """Lists of rows whose paths a task remembers."""
-_EMPTY: Array = np.empty(0)
 
 
 class _RefusedError(Exception):
@@ -274,11 +263,9 @@ class DeviceBucket(DeviceTask):
 class DeviceRows(DeviceTask):
     """An all-gather or an all-to-all."""
 
-    _inner: Rows | None = None
-
     def __init__(self, accelerator: Accelerator, entry: CachedDeviceRequest) -> None:
         super().__init__(accelerator, entry)
-        self._paths: dict[tuple[int, ...], tuple[DeviceChoice, DevicePath | None]] = {}
+        self._paths: dict[tuple[int, ...], DevicePath | None] = {}
 
     def _decide(self, handle: Handle) -> None:
         request = self.entry.request
@@ -304,7 +291,7 @@ class DeviceRows(DeviceTask):
         accelerator.follow(accelerator.mark(handle.fence.view.stream))
         handle.gathered, handle.out = (result, received), array
         try:
-            choice, path = self._path_for(handle, rows, gathers)
+            path = self._path_for(handle, rows, gathers)
         except _RefusedError as refused:  # on all ranks, which know the same rows
             handle.fail(refused.error)
             return
@@ -312,14 +299,11 @@ class DeviceRows(DeviceTask):
             out = _block(array)
             context.meet(self.token, path.prepare(self._source, out))
             path.run(self._source, out)
-        elif choice.transport == "host":
-            self._through_host(handle)
 
-    def _path_for(self, handle: Handle, rows: tuple[int, ...], gathers: bool) -> tuple[DeviceChoice, DevicePath | None]:
-        """The choice for these rows, and the path; None if the operation goes through the host, or nothing moves."""
-        cached_path = self._paths.get(rows)
-        if cached_path is not None:
-            return cached_path
+    def _path_for(self, handle: Handle, rows: tuple[int, ...], gathers: bool) -> DevicePath | None:
+        """The path for these rows of all ranks; None if nothing moves."""
+        if rows in self._paths:
+            return self._paths[rows]
         if len(self._paths) >= _MOST_ROWS:
             self._paths.clear()
         accelerator, entry = self.accelerator, self.entry
@@ -328,25 +312,15 @@ class DeviceRows(DeviceTask):
         # NCCL gathers equal shares only, and has no all-to-all of its own.
         choice = self._choose(handle, entry.request.collective, nbytes, gathers and len(set(sizes)) == 1)
         path: DevicePath | None = None
-        if any(sizes) and choice.native:
+        if any(sizes) and choice.transport == "host":
+            path = HostPath(accelerator, entry.host, handle.rows)
+        elif any(sizes) and choice.native:
             path = NcclPath(accelerator, "allgather", entry.dtype, sizes[0])
-        elif any(sizes) and choice.transport != "host":
+        elif any(sizes):
             make: Callable[..., Any] = accelerator.plans.allgather if gathers else accelerator.plans.alltoall
             path = SchedulePath(accelerator, choice, make(sizes, entry.dtype, choice), entry.dtype)
-        self._paths[rows] = (choice, path)
-        return choice, path
-
-    def _through_host(self, handle: Handle) -> None:
-        """Carry the operation out by the host's engine, between page-locked copies."""
-        accelerator, entry = self.accelerator, self.entry
-        self._inner = self._inner or Rows(accelerator.context, entry.host)
-        source = copy_to_host(accelerator, self._source, entry.dtype)
-        inner = Handle(entry.host, source, _EMPTY, lambda handle: None, rows=handle.rows)
-        accelerator.context.meet(self.token, self._inner.prepare_handles([inner]))
-        self._inner.run_handles([inner])
-        result = accelerator.pinned("result", inner.out.size, entry.dtype)
-        np.copyto(result, inner.out)
-        copy_to_device(accelerator, result, handle.out.address)
+        self._paths[rows] = path
+        return path
 
 
 def _block(array: DeviceArray) -> DeviceBlock:

@@ -1,5 +1,4 @@
-"""The installed binding of NCCL as a library of `collectives.transport.cuda.nccl`, with bounded waits and explained
-errors.
+"""NCCL by the binding that is installed, CuPy's or nccl4py: communicators with bounded waits and explained errors.
 
 NCCL waits for its peers without a bound, and a thread inside NCCL cannot be interrupted: calls that may wait run in a
 separate thread (`collectives.base.bounded_call`).
@@ -11,17 +10,14 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from collectives.base.bounded_call import TimeIsUpError, within
 from collectives.base.errors import CollectiveTimeoutError, MissingDependencyError, TransportError
 from collectives.base.reduce_op import Op
 from collectives.device import nccl_binding
+from collectives.device.protocol import Device
 from collectives.transport.cuda.nccl_elements import Dtype, required_reduction, word
-
-if TYPE_CHECKING:
-    from collectives.device.protocol import Device
-    from collectives.transport.cuda.nccl import Communicator
 
 SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 """NCCL's own setting; 1 allows several ranks on one GPU."""
@@ -75,7 +71,12 @@ def failure(call: str, rank: int, error: Exception) -> TransportError:
 
 
 class NcclCommunicator:
-    """A `Communicator` over the binding's.
+    """An NCCL communicator as one of its ranks sees it.
+
+    Addresses are device memory of this rank, streams the driver's handles. Every operation is enqueued on the stream
+    and returns; all ranks issue the same collectives in the same order, and between two ranks sends and receives match
+    in order. One thread issues operations at a time; another may call ``check`` and ``abort`` meanwhile. Errors are
+    TransportErrors.
 
     A lock is held during every call, and from the beginning to the end of a group: an abort frees resources that calls
     use, so it waits for them to finish. The wait is short, because the purpose of an abort is to end a call that hangs.
@@ -95,18 +96,24 @@ class NcclCommunicator:
         self._end = threading.Lock()
 
     def all_reduce(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: int) -> None:
+        """Reduce ``count`` elements of every rank into every rank's ``target``, which may be ``source``. An average is
+        left as a sum. Raises InvalidTypeError where `nccl_elements.reduces` is False."""
         number, (code, n) = required_reduction(op, dtype), word(dtype)
         self._issue("allReduce", source, target, count * n, code, number, stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: int) -> None:
+        """Reduce ``size`` blocks of ``count`` elements, this rank's block into ``target``, which may be its block of
+        ``source``; as `all_reduce`."""
         number, (code, n) = required_reduction(op, dtype), word(dtype)
         self._issue("reduceScatter", source, target, count * n, code, number, stream)
 
     def all_gather(self, source: int, target: int, count: int, dtype: Dtype, stream: int) -> None:
+        """Concatenate every rank's ``count`` elements into ``target``; ``source`` may be its own block there."""
         code, n = word(dtype)
         self._issue("allGather", source, target, count * n, code, stream)
 
     def broadcast(self, source: int, target: int, count: int, dtype: Dtype, root: int, stream: int) -> None:
+        """Copy the root's ``source`` to every rank's ``target``; other ranks' ``source`` is ignored."""
         code, n = word(dtype)
         self._issue("broadcast", source, target, count * n, code, root, stream)
 
@@ -119,6 +126,7 @@ class NcclCommunicator:
         self._issue("recv", target, count * n, code, peer, stream)
 
     def begin_group(self) -> None:
+        """Begin an NCCL group: operations until `end_group` form one stream operation, without waits among them."""
         self._calls.acquire()
         try:
             self._present("groupStart")
@@ -128,13 +136,15 @@ class NcclCommunicator:
             raise
 
     def end_group(self) -> None:
-        # Also after an abort: the group belongs to the thread, and would defer all its later calls.
+        """End the group, in the thread that began it, even after an error or an abort: the group belongs to the thread,
+        and would defer all its later calls. `nccl.NcclGroup` does so."""
         try:
             self._told("groupEnd", self._binding.groupEnd)
         finally:
             self._calls.release()
 
     def check(self) -> None:
+        """Raise an asynchronous error that has occurred outside of any call; raises after `abort` and `close`, too."""
         if not self._calls.acquire(blocking=False):
             return  # a call is in progress, and reports its own errors
         try:
@@ -143,6 +153,7 @@ class NcclCommunicator:
             self._calls.release()
 
     def abort(self) -> None:
+        """End all of this rank's work in bounded time and release all resources; never raises, and is idempotent."""
         communicator = self._take()
         if communicator is None:
             return
@@ -156,6 +167,8 @@ class NcclCommunicator:
                 self._calls.release()
 
     def close(self) -> None:
+        """Release all resources, in bounded time, when all work is done; the ranks of a host wait for each other. After
+        a failure use `abort`. Both wait until no CUDA graph refers to the communicator."""
         communicator = self._take()
         if communicator is not None:
             # If a rank of this host does not close, NCCL's thread remains.
@@ -197,7 +210,7 @@ class NcclCommunicator:
 
 
 class NcclLibrary:
-    """The `Library` of the installed binding.
+    """A source of communicators. `why_not` says whether NCCL can be used, which the other methods require.
 
     Args:
         binding: replaces that of `nccl_binding.load`.
@@ -207,6 +220,7 @@ class NcclLibrary:
         self._replacement = binding
 
     def why_not(self) -> str | None:
+        """What is missing and how to install it; None if NCCL can be used."""
         try:
             self._binding()
         except MissingDependencyError as error:
@@ -218,6 +232,7 @@ class NcclLibrary:
         return code // 10000, code // 100 % 100, code % 100
 
     def shares_gpus(self) -> bool:
+        """Whether several ranks may use one GPU."""
         try:
             allowed = int(os.environ.get(SHARE_VARIABLE, "0"), 0) != 0
         except ValueError:
@@ -225,6 +240,7 @@ class NcclLibrary:
         return allowed and self.why_not() is None and self.version() >= _SHARES_SINCE
 
     def make_id(self) -> bytes:
+        """128 bytes that identify a new communicator; one rank makes them, and all its ranks connect with them."""
         binding = self._binding()
         try:
             return bytes(binding.get_unique_id())
@@ -233,7 +249,13 @@ class NcclLibrary:
 
     def connect(
         self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device, *, sharers: int = 1
-    ) -> Communicator:
+    ) -> NcclCommunicator:
+        """Connect with the other ranks; called by all of them, each with its device, which ``sharers`` ranks use.
+
+        Raises:
+            CollectiveTimeoutError: a rank did not connect within ``timeout`` seconds.
+            TransportError: NCCL failed.
+        """
         binding = self._binding()
         # Otherwise NCCL connects the ranks at the first call of each of its algorithms, without a bound, within a
         # collective.

@@ -12,13 +12,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from collectives.base.wake_up import WakeUp
-
-if TYPE_CHECKING:
-    from collectives.device.protocol import Device
-    from collectives.transport.cuda.nccl import Communicator
+from collectives.device.protocol import Device
+from collectives.transport.cuda.nccl_library import NcclCommunicator
 
 _ABORT_SECONDS = 15.0
 """More than the bound of a communicator's abort."""
@@ -44,7 +41,7 @@ class Watch:
     def __init__(
         self,
         device: Device,
-        communicators: Sequence[Communicator],
+        communicators: Sequence[NcclCommunicator],
         check_peers: Callable[[], None],
         on_failure: Callable[[Exception], None],
         on_abort: Callable[[], None] = lambda: None,

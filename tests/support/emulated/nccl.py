@@ -79,7 +79,7 @@ class Operation:
 
 
 class EmulatedNccl:
-    """A `transport.cuda.nccl.Library` for ranks that are threads.
+    """A `transport.cuda.nccl_library.NcclLibrary` for ranks that are threads.
 
     Args:
         size: the largest number of ranks of a communicator.
@@ -224,7 +224,7 @@ class _Clique:
 
 
 class EmulatedCommunicator:
-    """A `transport.cuda.nccl.Communicator`."""
+    """A `transport.cuda.nccl_library.NcclCommunicator`."""
 
     def __init__(self, rank: int, size: int, clique: _Clique, device: Streams, groups: _Groups) -> None:
         self.rank = rank

@@ -119,7 +119,7 @@ class DeviceHandles:
                 stream = part.fence.view.stream
                 mark = marks.get(stream)
                 if mark is None:
-                    streams.free_of_capture(accelerator.device, stream, "tensor", streams.OUTSIDE)
+                    streams.free_of_capture(accelerator.device, stream, "tensor")
                     mark = marks[stream] = accelerator.mark(stream)
                 part.ready = mark
 

@@ -179,23 +179,6 @@ class Device(Protocol):
     def destroy_graph(self, graph: int) -> None: ...
 
 
-class Provider(Protocol):
-    """The devices of this process."""
-
-    def count(self) -> int:
-        """The number of devices that this process sees."""
-
-    def device(self, index: int) -> Device:
-        """The device of a number; the same object every time."""
-
-    def device_of(self, address: int) -> Device:
-        """The device that has an address.
-
-        Raises:
-            InvalidArgumentError: the address is not in device memory.
-        """
-
-
 class active:
     """Context manager: makes a device the calling thread's current one, and restores the previous one afterwards."""
 

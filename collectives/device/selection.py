@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 
 from collectives.base.errors import InvalidArgumentError, MissingDependencyError, TransportError
 from collectives.device import diagnosis, libcuda
-from collectives.device.protocol import Device, Provider
+from collectives.device.protocol import Device
 
 _lock = threading.Lock()
-_provider: Provider | None = None
 
 
 class CupyProvider:
-    """The GPUs that this process sees, through CuPy.
+    """The GPUs that this process sees, through CuPy. The tests have emulated ones, with the same methods.
 
     Raises:
         MissingDependencyError: there is no GPU, or a requirement is missing; says what to do.
@@ -34,18 +33,17 @@ class CupyProvider:
         return self._count
 
     def device(self, index: int) -> Device:
-        """The device of a number; raises InvalidArgumentError if there is none."""
-        cached_device = self._devices.get(index)
-        if cached_device is not None:
-            return cached_device
-        if not 0 <= index < self._count:
-            raise InvalidArgumentError(f"GPU {index}: expected 0 to {self._count - 1}, the GPUs that this process sees")
+        """The device of a number, the same object every time; raises InvalidArgumentError if there is none."""
+        if index in self._devices:
+            return self._devices[index]
+        _check_number(index, self._count)
         with self._making:
             if index not in self._devices:
                 self._devices[index] = self._make(index)
             return self._devices[index]
 
     def device_of(self, address: int) -> Device:
+        """The device that has an address; raises InvalidArgumentError if it is not in device memory."""
         # By the driver, because CUDA's runtime would create a context on GPU 0 in a thread that has not chosen a GPU.
         try:
             on_device = libcuda.attribute(address, libcuda.MEMORY_TYPE) == libcuda.DEVICE_MEMORY
@@ -61,7 +59,10 @@ class CupyProvider:
         return self.device(index)
 
 
-def provider() -> Provider:
+_provider: CupyProvider | None = None
+
+
+def provider() -> CupyProvider:
     """The provider of this process: CuPy's, unless `use` has set another. Created by the first call; raises as
     `CupyProvider`."""
     global _provider
@@ -71,7 +72,7 @@ def provider() -> Provider:
         return _provider
 
 
-def use(replacement: Provider | None) -> Provider | None:
+def use(replacement: CupyProvider | None) -> CupyProvider | None:
     """Replace the provider; None: CuPy's. Returns the previous one."""
     global _provider
     with _lock:
@@ -95,9 +96,13 @@ def choose(local_rank: int, override: int | None = None) -> int:
         raise InvalidArgumentError("this process sees no GPU: see CUDA_VISIBLE_DEVICES, and nvidia-smi")
     if override is None:
         return local_rank % count
-    if not 0 <= override < count:
-        raise InvalidArgumentError(f"GPU {override}: expected 0 to {count - 1}, the GPUs that this process sees")
+    _check_number(override, count)
     return override
+
+
+def _check_number(index: int, count: int) -> None:
+    if not 0 <= index < count:
+        raise InvalidArgumentError(f"GPU {index}: expected 0 to {count - 1}, the GPUs that this process sees")
 
 
 def sharers(identities: Sequence[str]) -> int:

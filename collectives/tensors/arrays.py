@@ -92,11 +92,6 @@ class View:
         """
         return array if self._wrap is None else self._wrap(array)
 
-    def __repr__(self) -> str:
-        return (
-            f"View(shape={self.shape}, dtype={SUPPORTED[self.dtype]}, copied={self.copied}, writable={self.writable})"
-        )
-
 
 def address(array: Array) -> int:
     """The address of an array's first element."""
@@ -258,7 +253,7 @@ def _python_scalar(array: Array) -> Any:
 def _read_protocol(tensor: Any, argument: str) -> Read | None:
     if hasattr(tensor, "__dlpack_device__"):
         kind = int(tensor.__dlpack_device__()[0])
-        if kind in (dlpack.CUDA, dlpack.MANAGED):
+        if kind in dlpack.ON_GPU:
             return None
         if kind not in _CPU_DEVICES:
             raise detection.misplaced(tensor, argument, f"DLPack device kind {kind}")

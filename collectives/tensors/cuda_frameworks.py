@@ -18,10 +18,10 @@ import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
-from collectives.device.protocol import Device, Provider, active
+from collectives.device.protocol import Device, active
+from collectives.device.selection import CupyProvider
 from collectives.tensors import detection, streams
-from collectives.tensors.cuda_protocols import TensorMemory, by_dlpack, by_interface
-from collectives.tensors.dlpack_export import Export
+from collectives.tensors.cuda_protocols import Export, TensorMemory, by_dlpack, by_interface
 from collectives.tensors.host_frameworks import plain_torch
 
 
@@ -36,7 +36,7 @@ class Framework:
     def __init__(self, from_dlpack: Callable[[Any], Any] | None = None) -> None:
         self._from_dlpack = from_dlpack
 
-    def read(self, tensor: Any, argument: str, provider: Provider, passed_stream: int | None) -> TensorMemory:
+    def read(self, tensor: Any, argument: str, provider: CupyProvider, passed_stream: int | None) -> TensorMemory:
         """Find a tensor's memory; ``passed_stream`` is the stream that the caller passed, or None."""
         if hasattr(tensor, "__dlpack__"):
             return by_dlpack(tensor, tensor.__dlpack__, argument, provider, passed_stream)
@@ -92,12 +92,11 @@ class Framework:
 
 
 class Torch(Framework):
-    def read(self, tensor: Any, argument: str, provider: Provider, passed_stream: int | None) -> TensorMemory:
+    def read(self, tensor: Any, argument: str, provider: CupyProvider, passed_stream: int | None) -> TensorMemory:
         torch: Any = sys.modules["torch"]
         if tensor.device.type != "cuda" or torch.version.hip is not None:
-            raise detection.misplaced(
-                tensor, argument, f"{tensor.device}{' (ROCm)' if torch.version.hip is not None else ''}"
-            )
+            rocm = " (ROCm)" if torch.version.hip is not None else ""
+            raise detection.misplaced(tensor, argument, f"{tensor.device}{rocm}")
         plain, lazy = plain_torch(tensor, argument)
         index = tensor.device.index
         stream = torch.cuda.current_stream(index).cuda_stream if passed_stream is None else passed_stream
@@ -179,7 +178,7 @@ def _from_torch(dtype: Any, argument: str) -> np.dtype[Any]:
 
 
 class Cupy(Framework):
-    def read(self, tensor: Any, argument: str, provider: Provider, passed_stream: int | None) -> TensorMemory:
+    def read(self, tensor: Any, argument: str, provider: CupyProvider, passed_stream: int | None) -> TensorMemory:
         device = provider.device(tensor.device.id)
         stream = self.current_stream(device) if passed_stream is None else passed_stream
         strides = None if tensor.flags.c_contiguous else tensor.strides
@@ -190,13 +189,8 @@ class Cupy(Framework):
         return stream
 
 
-_BITS = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.uint16),
-    4: np.dtype(np.uint32),
-    8: np.dtype(np.uint64),
-    16: np.dtype(np.complex128),
-}
+_BITS = {dtype.itemsize: dtype for dtype in map(np.dtype, ("u1", "u2", "u4", "u8", "c16"))}
+"""Dtypes of CuPy's by their bytes; it has no bfloat16."""
 
 
 def _strided(tensor: TensorMemory) -> Any:
@@ -225,7 +219,7 @@ def _on_own_stream(device: Device, stream: int) -> Iterator[None]:
 class Jax(Framework):
     """JAX's arrays are immutable: results are new arrays."""
 
-    def read(self, tensor: Any, argument: str, provider: Provider, passed_stream: int | None) -> TensorMemory:
+    def read(self, tensor: Any, argument: str, provider: CupyProvider, passed_stream: int | None) -> TensorMemory:
         if len(tensor.devices()) != 1:
             raise InvalidTypeError(
                 f"{argument}: expected a jax array on one device, got one spread over {len(tensor.devices())} devices;"
@@ -244,7 +238,7 @@ class TensorFlow(Framework):
     TensorFlow synchronizes before it exports; imports are synchronized here.
     """
 
-    def read(self, tensor: Any, argument: str, provider: Provider, passed_stream: int | None) -> TensorMemory:
+    def read(self, tensor: Any, argument: str, provider: CupyProvider, passed_stream: int | None) -> TensorMemory:
         tensorflow: Any = sys.modules["tensorflow"]
         plain = tensorflow.convert_to_tensor(tensor)  # the value of a Variable
 

@@ -1,4 +1,4 @@
-"""Memory of tensors on GPUs, read through DLPack and ``__cuda_array_interface__``."""
+"""Tensors on GPUs, read through DLPack and ``__cuda_array_interface__``, and results exported through DLPack."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.base.dtypes import SUPPORTED
 from collectives.base.errors import InvalidTypeError
-from collectives.device.protocol import Device, Provider, active
+from collectives.device.protocol import Device, active
+from collectives.device.selection import CupyProvider
 from collectives.tensors import detection, dlpack, streams
 
 
@@ -37,7 +39,7 @@ class TensorMemory(NamedTuple):
 
 
 def by_dlpack(
-    tensor: Any, export: Callable[..., Any], argument: str, provider: Provider, passed_stream: int | None
+    tensor: Any, export: Callable[..., Any], argument: str, provider: CupyProvider, passed_stream: int | None
 ) -> TensorMemory:
     """Read through DLPack, for use on stream ``passed_stream`` or on the device's current one."""
     name = detection.describe(tensor)
@@ -47,7 +49,7 @@ def by_dlpack(
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
         raise InvalidTypeError(f"{argument}: {name} cannot be read through DLPack: {error}") from error
     memory = dlpack.read(capsule, argument=f"{argument} ({name})")
-    if memory.kind not in (dlpack.CUDA, dlpack.MANAGED):
+    if memory.kind not in dlpack.ON_GPU:
         raise detection.misplaced(tensor, argument, f"DLPack device kind {memory.kind}")
     return TensorMemory(
         memory.address, memory.shape, memory.strides, memory.dtype, device, not memory.read_only, stream, memory.capsule
@@ -61,7 +63,7 @@ def _capsule(export: Callable[..., Any], stream: int) -> Any:
         return export(stream=stream)
 
 
-def by_interface(tensor: Any, argument: str, provider: Provider, passed_stream: int | None) -> TensorMemory:
+def by_interface(tensor: Any, argument: str, provider: CupyProvider, passed_stream: int | None) -> TensorMemory:
     """Read through ``__cuda_array_interface__``, versions 2 and 3."""
     kind = detection.describe(tensor)
     interface = getattr(tensor, "__cuda_array_interface__", None)
@@ -83,7 +85,7 @@ def by_interface(tensor: Any, argument: str, provider: Provider, passed_stream: 
             stream = made_on
         else:
             with active(device):
-                streams.free_of_capture(device, made_on, argument, streams.OUTSIDE)
+                streams.free_of_capture(device, made_on, argument)
                 streams.order(device, made_on, stream)
     strides = interface.get("strides")
     return TensorMemory(
@@ -98,5 +100,36 @@ def _place(device: Device, passed_stream: int | None, argument: str) -> tuple[De
     """
     with active(device):
         stream = device.current_stream() if passed_stream is None else passed_stream
-        streams.free_of_capture(device, stream, argument, streams.OUTSIDE)
+        streams.free_of_capture(device, stream, argument)
         return device, stream
+
+
+class Export:
+    """A device array as an object that other libraries' ``from_dlpack`` accepts.
+
+    CuPy cannot export bfloat16: the same bits are exported with another dtype, which is then corrected in the capsule.
+
+    Args:
+        array: contiguous, of the device's own type, with ``__dlpack__``.
+        dtype: of its elements.
+        device: of its memory; the calling thread's current one.
+        stream: the array may be read after this stream's work.
+    """
+
+    def __init__(self, array: Any, dtype: np.dtype[Any], device: Device, stream: int) -> None:
+        self._array = array
+        self._bfloat16 = SUPPORTED[dtype] == "bfloat16"
+        self._device = device
+        self._stream = stream
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.CUDA, self._device.index
+
+    def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        if stream != -1:  # -1: no ordering
+            streams.order(self._device, self._stream, streams.LEGACY if stream is None else streams.handle(stream))
+        array = self._array.view(np.uint16) if self._bfloat16 else self._array
+        capsule = array.__dlpack__(stream=-1, **options)
+        if self._bfloat16:
+            dlpack.structure(capsule, "result")[0].dtype.code = dlpack.BFLOAT
+        return capsule

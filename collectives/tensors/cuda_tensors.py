@@ -17,7 +17,7 @@ import numpy as np
 from collectives.base.dtypes import SUPPORTED, resolve
 from collectives.base.errors import InvalidTypeError, MissingDependencyError
 from collectives.device import selection
-from collectives.device.protocol import Array, Device, Provider, active
+from collectives.device.protocol import Array, Device, active
 from collectives.tensors import cuda_frameworks, detection, streams
 from collectives.tensors.cuda_protocols import TensorMemory
 from collectives.tensors.detection import Extent
@@ -50,9 +50,6 @@ class DeviceArray:
     def part(self, start: int, count: int) -> DeviceArray:
         """``count`` elements from ``start`` on."""
         return DeviceArray(self.address + start * self.dtype.itemsize, count, self.dtype, self.device, self.owner)
-
-    def __repr__(self) -> str:
-        return f"DeviceArray({self.size} {SUPPORTED[self.dtype]} at {self.address:#x} of device {self.device.index})"
 
 
 class DeviceView:
@@ -145,7 +142,7 @@ class DeviceView:
     def on_host(self) -> Array:
         """Copy the elements to a 1-D NumPy array, after the work of ``stream``; raises as `streams.free_of_capture`."""
         with active(self.device):
-            streams.free_of_capture(self.device, self.stream, "tensor", streams.OUTSIDE)
+            streams.free_of_capture(self.device, self.stream, "tensor")
             elements = self.device.pinned(max(1, self.nbytes))[: self.nbytes]
             self.device.copy(elements.ctypes.data, self.array.address, self.nbytes, self.stream)
             self.device.drain(self.stream)
@@ -161,7 +158,7 @@ class DeviceView:
         target = self.array if into is None else into
         with active(self.device):
             stream = self.current_stream()
-            streams.free_of_capture(self.device, stream, "tensor", streams.OUTSIDE)
+            streams.free_of_capture(self.device, stream, "tensor")
             locked = self.device.pinned(max(1, values.nbytes))[: values.nbytes]
             locked[:] = values.view(np.uint8)
             self.device.copy(target.address, locked.ctypes.data, values.nbytes, stream)
@@ -193,12 +190,6 @@ class DeviceView:
         """
         return self._framework.wrap(
             result, self.dtype if dtype is None else dtype, self.device, self.stream, self.current_stream()
-        )
-
-    def __repr__(self) -> str:
-        return (
-            f"DeviceView(shape={self.shape}, dtype={SUPPORTED[self.dtype]}, device={self.device.index}, "
-            f"stream={self.stream:#x}, copied={self.copied}, writable={self.writable})"
         )
 
 
@@ -244,7 +235,7 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
     return DeviceView(framework, tensor_memory, array, not contiguous, passed_stream is not None)
 
 
-def _provider(tensor: Any, argument: str) -> Provider:
+def _provider(tensor: Any, argument: str) -> selection.CupyProvider:
     try:
         return selection.provider()
     except MissingDependencyError as error:

@@ -169,7 +169,7 @@ def is_on_device(tensor: Any) -> bool:
         return "GPU" in (getattr(tensor, "device", None) or "")
     try:
         if hasattr(tensor, "__dlpack_device__"):
-            return tensor.__dlpack_device__()[0] in (dlpack.CUDA, dlpack.MANAGED)
+            return tensor.__dlpack_device__()[0] in dlpack.ON_GPU
     except Exception:
         return False  # such as a tracer of jax, which `arrays.view` rejects with a message
     return hasattr(tensor, "__cuda_array_interface__")

@@ -15,6 +15,7 @@ from collectives.base.dtypes import NAMES, resolve
 from collectives.base.errors import InvalidTypeError
 
 CUDA, MANAGED = 2, 13
+ON_GPU = (CUDA, MANAGED)
 VERSION = (1, 0)
 """The newest supported version of the structure."""
 
@@ -58,7 +59,7 @@ class _DLManagedTensorVersioned(ctypes.Structure):
     )
 
 
-# Separate function objects: argument types set on ctypes.pythonapi's are shared with other libraries.
+# Functions of this module's own: argument types set on ctypes.pythonapi's are shared with other libraries.
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
@@ -71,7 +72,7 @@ class ExportedTensor(NamedTuple):
     Attributes:
         address: of the first element.
         shape: the tensor's shape.
-        strides: in bytes.
+        strides: in bytes; None: C order.
         dtype: a supported dtype.
         kind, number: DLPack's device type and device number.
         read_only: whether the exporter forbids writing.
@@ -80,7 +81,7 @@ class ExportedTensor(NamedTuple):
 
     address: int
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...] | None
     dtype: np.dtype[Any]
     kind: int
     number: int
@@ -97,10 +98,7 @@ def read(capsule: Any, *, argument: str = "tensor") -> ExportedTensor:
     tensor, flags = structure(capsule, argument)
     dtype = _dtype(tensor.dtype, argument)
     shape = tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
-    if tensor.ndim and tensor.strides:
-        strides = tuple(step * dtype.itemsize for step in tensor.strides[: tensor.ndim])
-    else:
-        strides = _packed(shape, dtype.itemsize)
+    strides = tuple(step * dtype.itemsize for step in tensor.strides[: tensor.ndim]) if tensor.strides else None
     address = (tensor.data or 0) + tensor.byte_offset
     return ExportedTensor(
         address, shape, strides, dtype, tensor.place.kind, tensor.place.index, bool(flags & _READ_ONLY), capsule
@@ -131,12 +129,3 @@ def _dtype(dl_dtype: _DLDataType, argument: str) -> np.dtype[Any]:
             f"{argument}: DLPack dtype {name}{vector} is not supported; expected one of {', '.join(NAMES)}"
         )
     return resolve(name)
-
-
-def _packed(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides of C order, which a structure may omit."""
-    strides = []
-    for length in reversed(shape):
-        strides.append(itemsize)
-        itemsize *= length
-    return tuple(reversed(strides))

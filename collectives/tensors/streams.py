@@ -14,7 +14,6 @@ from collectives.device.protocol import Device
 from collectives.tensors.detection import describe
 
 LEGACY, PER_THREAD = 0, 2
-OUTSIDE = "call collectives outside of the capture"
 
 
 def handle(stream: Any, *, argument: str = "stream") -> int:
@@ -63,7 +62,9 @@ def usable(stream: int, argument: str = "stream") -> int:
     return stream
 
 
-def free_of_capture(device: Device, stream: int, whose: str, advice: str) -> None:
+def free_of_capture(
+    device: Device, stream: int, whose: str, advice: str = "call collectives outside of the capture"
+) -> None:
     """Reject a stream under capture, before a wait in it would invalidate the capture. The device must be active.
 
     Raises:

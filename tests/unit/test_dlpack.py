@@ -16,7 +16,7 @@ import pytest
 from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.tensors import dlpack
-from collectives.tensors.dlpack_export import Export
+from collectives.tensors.cuda_protocols import Export
 from tests.support.emulated.array import lent
 from tests.support.emulated.cuda import EmulatedArray, EmulatedDevice
 from tests.support.emulated.gate import Gate
@@ -113,7 +113,7 @@ def test_numpys_capsules_say_what_the_array_is(name: str, version: tuple[int, in
 def test_a_scalar_and_an_empty_array() -> None:
     for array in (np.zeros(()), np.zeros((0,)), np.zeros((3, 0, 2))):
         found = dlpack.read(array.__dlpack__())
-        assert found.shape == array.shape and len(found.strides) == array.ndim
+        assert found.shape == array.shape and found.strides in (None, array.strides)
 
 
 @pytest.mark.parametrize("name", ["bool", "int8", "uint8", "int64", "float16", "bfloat16", "float32", "complex64"])
@@ -136,7 +136,7 @@ def test_a_cuda_capsule_is_read_field_by_field(version: tuple[int, int] | None) 
 
 
 def test_strides_that_are_left_out_mean_c_order() -> None:
-    assert dlpack.read(Made((2, 3, 4)).capsule).strides == (48, 16, 4)
+    assert dlpack.read(Made((2, 3, 4)).capsule).strides is None
 
 
 def test_no_data_is_address_0() -> None:

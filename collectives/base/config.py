@@ -286,19 +286,13 @@ def stated_settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def unknown(environment: Mapping[str, str]) -> list[str]:
     """Sentences about variables that look like settings but are not, each with the most similar setting."""
-    settings = [attribute.metadata["variable"] for attribute in Config.__dataclass_fields__.values()]
-    strange = [
-        name
-        for name in environment
-        if name.startswith(_PREFIX) and name not in settings and not name.startswith(_INTERNAL)
-    ]
+    variables = (attribute.metadata["variable"] for attribute in Config.__dataclass_fields__.values())
+    settings = [variable.removeprefix(_PREFIX) for variable in variables]  # else any two names would be similar
     problems = []
-    for name in sorted(strange):
-        # The common prefix would make any two names similar.
-        alike = difflib.get_close_matches(
-            name.removeprefix(_PREFIX), [word.removeprefix(_PREFIX) for word in settings], n=1
-        )
-        problems.append(
-            f"{name} is no setting" + (f"; did you mean {_PREFIX}{alike[0]}?" if alike else " of collectives")
-        )
+    for name in sorted(environment):
+        setting = name.removeprefix(_PREFIX)
+        if name.startswith(_PREFIX) and setting not in settings and not name.startswith(_INTERNAL):
+            alike = difflib.get_close_matches(setting, settings, n=1)
+            meant = f"; did you mean {_PREFIX}{alike[0]}?" if alike else " of collectives"
+            problems.append(f"{name} is no setting{meant}")
     return problems

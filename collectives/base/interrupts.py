@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 _NUMBERS = range(1, signal.NSIG)
 _PIECE = 0.05
@@ -97,7 +97,6 @@ class deferred:  # used as a function
         deque(map(_signal.signal, own, map(self._handlers.__getitem__, own)), maxlen=0)
 
     def check(self) -> None:
-        """See `check`."""
         if self._arrived and not self._raised and threading.current_thread() is threading.main_thread():
             self._raised = True
             try:
@@ -131,14 +130,7 @@ def check() -> None:
         current.check()
 
 
-class Lock(Protocol):
-    """One of `threading`'s locks."""
-
-    def acquire(self, *, timeout: float) -> bool:
-        """Acquire it within some seconds."""
-
-
-def acquire(lock: Lock, within: float = math.inf) -> bool:
+def acquire(lock: threading.Lock | threading.RLock, within: float = math.inf) -> bool:
     """Acquire a lock within some seconds, with a `check` now and then. Returns whether it was acquired."""
     end = time.monotonic() + within
     while not lock.acquire(timeout=max(0.0, min(_PIECE, end - time.monotonic()))):

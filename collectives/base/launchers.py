@@ -49,56 +49,51 @@ def _cluster(text: str) -> int:
         return 0
 
 
-class _Row(NamedTuple):
-    variable: str
-    read: Callable[[str], int]
-    """The number of processes that a text implies; 0: unknown."""
-
-
-_Family = Mapping[str, tuple[_Row, ...]]
-"""Rows by launcher; the first row that implies a number decides for the whole family."""
+_Family = Mapping[str, tuple[tuple[str, Callable[[str], int]], ...]]
+"""By launcher: variables, each with the function that reads how many processes its text implies, 0 if it does not say.
+The first one that implies a number decides for the whole family."""
 
 _TORCHS_PLACE = "COLLECTIVES_TORCHS_PLACE"
 _MPIRUN: _Family = {
-    "Open MPI's mpirun": (_Row("OMPI_COMM_WORLD_SIZE", _size), _Row("OMPI_COMM_WORLD_RANK", _rank)),
-    "a launcher with PMI (MPICH's or Intel MPI's mpirun, srun)": (_Row("PMI_SIZE", _size), _Row("PMI_RANK", _rank)),
-    "MVAPICH's mpirun": (_Row("MV2_COMM_WORLD_SIZE", _size), _Row("MV2_COMM_WORLD_RANK", _rank)),
+    "Open MPI's mpirun": (("OMPI_COMM_WORLD_SIZE", _size), ("OMPI_COMM_WORLD_RANK", _rank)),
+    "a launcher with PMI (MPICH's or Intel MPI's mpirun, srun)": (("PMI_SIZE", _size), ("PMI_RANK", _rank)),
+    "MVAPICH's mpirun": (("MV2_COMM_WORLD_SIZE", _size), ("MV2_COMM_WORLD_RANK", _rank)),
 }
 _JOBS: _Family = {
     "Slurm": (
-        _Row("SLURM_STEP_NUM_TASKS", _size),
-        _Row("SLURM_NTASKS", _size),
-        _Row("SLURM_NPROCS", _size),
-        _Row("SLURM_PROCID", _rank),
+        ("SLURM_STEP_NUM_TASKS", _size),
+        ("SLURM_NTASKS", _size),
+        ("SLURM_NPROCS", _size),
+        ("SLURM_PROCID", _rank),
     ),
-    "Flux": (_Row("FLUX_JOB_SIZE", _size),),
+    "Flux": (("FLUX_JOB_SIZE", _size),),
 }
 _MPI: _Family = {**_MPIRUN, **_JOBS}
 """Launchers whose processes MPI can connect, innermost first: ``mpirun`` within a Slurm job is more precise."""
 
 _SLURM_PMI = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMIX_RANK", "I_MPI_PMI_LIBRARY")
 """Variables of a step of Slurm's whose tasks MPI can connect."""
-_PMIX: _Family = {"a launcher with PMIx (prterun, srun)": (_Row("PMIX_RANK", _rank),)}
+_PMIX: _Family = {"a launcher with PMIx (prterun, srun)": (("PMIX_RANK", _rank),)}
 _TORCH: _Family = {
     "torchrun, or a launcher that speaks as it does (Ray Train, DeepSpeed, Accelerate, a program of its own),": (
-        _Row("WORLD_SIZE", _size),
-        _Row("RANK", _rank),
-        _Row("LOCAL_WORLD_SIZE", _size),
+        ("WORLD_SIZE", _size),
+        ("RANK", _rank),
+        ("LOCAL_WORLD_SIZE", _size),
     )
 }
 _JAX: _Family = {
     "a launcher for JAX": (
-        _Row("JAX_NUM_PROCESSES", _size),
-        _Row("JAX_PROCESS_ID", _rank),
-        _Row("JAX_COORDINATOR_ADDRESS", _address),
+        ("JAX_NUM_PROCESSES", _size),
+        ("JAX_PROCESS_ID", _rank),
+        ("JAX_COORDINATOR_ADDRESS", _address),
     )
 }
-_TENSORFLOW: _Family = {"a launcher for TensorFlow": (_Row("TF_CONFIG", _cluster),)}
-_HOROVOD: _Family = {"horovodrun": (_Row("HOROVOD_SIZE", _size), _Row("HOROVOD_RANK", _rank))}
+_TENSORFLOW: _Family = {"a launcher for TensorFlow": (("TF_CONFIG", _cluster),)}
+_HOROVOD: _Family = {"horovodrun": (("HOROVOD_SIZE", _size), ("HOROVOD_RANK", _rank))}
 _OWN: _Family = {
     "collectivesrun, or a launcher that speaks as it does,": (
-        _Row("COLLECTIVES_SIZE", _size),
-        _Row("COLLECTIVES_RANK", _rank),
+        ("COLLECTIVES_SIZE", _size),
+        ("COLLECTIVES_RANK", _rank),
     )
 }
 
@@ -114,7 +109,7 @@ _NEEDED = {
 }
 """By launcher: all variables that the ranks need to meet."""
 
-VARIABLES = tuple(row.variable for family in _FAMILIES for rows in family.values() for row in rows)
+VARIABLES = tuple(variable for family in _FAMILIES for rows in family.values() for variable, _ in rows)
 """Every variable that says something about the number of processes."""
 
 

@@ -146,28 +146,22 @@ def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Fu
         defaults: replace those of `Options`, and supply those of keywords that `Options` lacks.
     """
     types = accepted.__annotations__
-    keywords = [
-        inspect.Parameter(
-            keyword,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=getattr(types[keyword], "__forward_arg__", types[keyword]),
-        )
-        for keyword, default in {**Options._field_defaults, **defaults}.items()
-        if keyword in types
-    ]
-
-    shown = {keyword.name for keyword in keywords}
+    keywords: dict[str, inspect.Parameter] = {}
+    for name, default in {**Options._field_defaults, **defaults}.items():
+        if name in types:
+            shown = getattr(types[name], "__forward_arg__", types[name])
+            keywords[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=shown)
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         rest = inspect.Parameter.VAR_KEYWORD
-        own = [each for each in signature.parameters.values() if each.kind is not rest and each.name not in shown]
-        function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
-        kept = {*(each.name for each in own), "return"}
-        function.__annotations__ = {name: at for name, at in function.__annotations__.items() if name in kept} | {
-            each.name: types[each.name] for each in keywords
+        own = {
+            name: each for name, each in signature.parameters.items() if each.kind is not rest and name not in keywords
         }
+        parameters = [*own.values(), *keywords.values()]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        kept = {name: kind for name, kind in function.__annotations__.items() if name in own or name == "return"}
+        function.__annotations__ = kept | {name: types[name] for name in keywords}
         return function
 
     return decorate

@@ -92,31 +92,20 @@ def _expanded(part: str) -> list[str]:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Spot:
-    return Spot(
-        int(environment["RANK"]),
-        int(environment["WORLD_SIZE"]),
-        "torchrun, or one that speaks as it does (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)",
-        environment["MASTER_ADDR"],
-        (int(environment["MASTER_PORT"]),),
-        f"torchrun {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
-        torch=True,
-    )
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    launcher = "torchrun, or one that speaks as it does (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)"
+    return Spot(rank, size, launcher, host, (int(port),), f"torchrun {host}:{port}", torch=True)
 
 
 def _slurm(environment: Mapping[str, str]) -> Spot:
     job_id, step = environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"]
     # Without a step this is the script of a batch job, which is not one of its tasks.
     job = f"slurm {job_id}.{step}.{environment.get('SLURM_RESTART_COUNT', '0')}"
-    size = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
+    rank = int(environment["SLURM_PROCID"])
+    size = int(environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"])
     launcher = "srun (SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST)"
-    return Spot(
-        int(environment["SLURM_PROCID"]),
-        int(size),
-        launcher,
-        nodes(environment["SLURM_STEP_NODELIST"])[0],
-        ports_of(job),
-        job,
-    )
+    return Spot(rank, size, launcher, nodes(environment["SLURM_STEP_NODELIST"])[0], ports_of(job), job)
 
 
 def _tensorflow(environment: Mapping[str, str]) -> Spot:
@@ -139,19 +128,17 @@ def _jax(environment: Mapping[str, str]) -> Spot:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Spot:
-    size = int(environment["OMPI_COMM_WORLD_SIZE"])
-    job = f"{environment.get('PMIX_NAMESPACE') or _launcher_process('OMPI_COMM_WORLD_RANK')}"
+    rank, size = int(environment["OMPI_COMM_WORLD_RANK"]), int(environment["OMPI_COMM_WORLD_SIZE"])
     launcher = "Open MPI's mpirun (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)"
-    return _local(
-        int(environment["OMPI_COMM_WORLD_RANK"]), size, launcher, environment.get("OMPI_COMM_WORLD_LOCAL_SIZE"), job
-    )
+    job = environment.get("PMIX_NAMESPACE") or _launcher_process("OMPI_COMM_WORLD_RANK")
+    return _local(rank, size, launcher, environment.get("OMPI_COMM_WORLD_LOCAL_SIZE"), job)
 
 
 def _pmi(environment: Mapping[str, str]) -> Spot:
-    launcher = "a launcher with PMI (PMI_RANK, PMI_SIZE)"
+    rank, size = int(environment["PMI_RANK"]), int(environment["PMI_SIZE"])
     job = environment.get("PMI_JOBID") or _launcher_process("PMI_RANK")
     local_size = environment.get("MPI_LOCALNRANKS")
-    return _local(int(environment["PMI_RANK"]), int(environment["PMI_SIZE"]), launcher, local_size, job)
+    return _local(rank, size, "a launcher with PMI (PMI_RANK, PMI_SIZE)", local_size, job)
 
 
 def _local(rank: int, size: int, launcher: str, here: str | None, job: str) -> Spot:

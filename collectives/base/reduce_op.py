@@ -61,20 +61,14 @@ class Op(Enum):
 
 
 class _Traits(NamedTuple):
-    """Properties of an operation.
-
-    Attributes:
-        combined_by: the operation that combines two elements; None: not element by element.
-        of_bools: the operation that combines two bools.
-        linear, idempotent: see `Op`.
-        needs_order: whether it compares elements, which complex numbers do not allow.
-    """
-
     combined_by: str | None
+    """The operation that combines two elements; None: not element by element."""
     of_bools: str | None = None
+    """The operation that combines two bools."""
     linear: bool = False
     idempotent: bool = False
     needs_order: bool = False
+    """Whether it compares elements, which complex numbers do not allow."""
 
 
 _TRAITS = {

@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from collectives import ring
+from collectives.schedules import direct
 from collectives.schedules.algorithm import Algorithm, Tuned
-from collectives.schedules.schedule import Round, Schedule, Step, StepKind, copy, receive, reduce, send
+from collectives.schedules.schedule import Round, Schedule, Step, copy, receive, reduce, send
 
 
 def allreduce(rank: int, hosts: Sequence[Sequence[int]]) -> Schedule:
@@ -40,33 +41,17 @@ def allreduce(rank: int, hosts: Sequence[Sequence[int]]) -> Schedule:
 
 def _by_slices(rank: int, host: int, hosts: Sequence[Sequence[int]]) -> tuple[Round, ...]:
     width = len(hosts)  # chunks of a slice
-    local = hosts[host]
-    slice_index = local.index(rank)
-    neighbours = [local[(slice_index + distance) % len(local)] for distance in range(1, len(local))]
-    rounds: list[Round] = []
-    if neighbours:
-        rounds.append(
-            (
-                *(send(peer, local.index(peer) * width, width) for peer in neighbours),
-                *(reduce(peer, slice_index * width, width) for peer in neighbours),
-            )
-        )
-    rounds += _across(host, [ranks[slice_index] for ranks in hosts], slice_index * width, 1)
-    if neighbours:
-        rounds.append(
-            (
-                *(send(peer, slice_index * width, width, push=True) for peer in neighbours),
-                *(receive(peer, local.index(peer) * width, width, push=True) for peer in neighbours),
-            )
-        )
-    return tuple(rounds)
+    number = hosts[host].index(rank)
+    within = _among(hosts[host], direct.allreduce(number, len(hosts[host])), 0, width)
+    across = _among([ranks[number] for ranks in hosts], ring.allreduce(host, len(hosts)), number * width, 1)
+    return (*within[:1], *across, *within[1:])
 
 
 def _by_leaders(rank: int, host: int, hosts: Sequence[Sequence[int]]) -> tuple[Round, ...]:
     span = max(map(len, hosts))  # chunks that a leader's ring treats as one
     chunks = len(hosts) * span
     leader, *followers = hosts[host]
-    across = _across(host, [ranks[0] for ranks in hosts], 0, span)
+    across = _among([ranks[0] for ranks in hosts], ring.allreduce(host, len(hosts)), 0, span)
     if rank != leader:
         idle: list[Round] = [()] * len(across)
         return ((send(leader, 0, chunks),), *idle, (receive(leader, 0, chunks),))
@@ -77,17 +62,13 @@ def _by_leaders(rank: int, host: int, hosts: Sequence[Sequence[int]]) -> tuple[R
     )
 
 
-def _across(host: int, ranks: Sequence[int], first: int, span: int) -> list[Round]:
-    """The ring all-reduce among one rank of each host, over its chunks from ``first`` on, ``span`` at a time."""
-    if len(ranks) == 1:
-        return []
-
-    def renamed(step: Step) -> Step:
-        return Step(step.kind, ranks[step.peer], first + step.chunk * span, span, step.push)
-
+def _among(ranks: Sequence[int], schedule: Schedule, first: int, span: int) -> list[Round]:
+    """The rounds of a schedule among these ranks, over chunks from ``first`` on, ``span`` in place of each of its own;
+    none for one rank."""
     return [
-        tuple(renamed(step) for step in steps if step.kind is not StepKind.COPY)
-        for steps in ring.allreduce(host, len(ranks)).rounds
+        tuple(Step(step.kind, ranks[step.peer], first + step.chunk * span, span, step.push) for step in steps)
+        for steps in schedule.rounds
+        if len(ranks) > 1
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
 from collectives.cuda.builder import DevicePlans
-from collectives.cuda.completion import Completion, Events, Keeper
+from collectives.cuda.completion import Completion, Events
 from collectives.cuda.connection import Connection
 from collectives.cuda.executor import DeviceExecutor
 from collectives.cuda.request_cache import TensorSpec
@@ -68,6 +69,8 @@ class Accelerator:
         self._packings: set[Packing] = set()
         self._retired: list[Packing] = []
         self._staging: list[Any] = [self._pinned, self._packings, self._retired]
+        self._kept: deque[tuple[Completion, Any]] = deque()
+        """The tensors of issued work, until it is done."""
         self._last: Completion | None = None
         self._issuing = False
 
@@ -103,7 +106,6 @@ class Accelerator:
             row = max(16, 2 * len(group.local) + 2 * len(group.hosts) + 4)
             self.kernels = Kernels(device)
             self.events = Events(device)
-            self.keeper = Keeper()
             self.buffers = DeviceBuffers(device, self.wait)
             self.executor = DeviceExecutor(device, context.rank, context.executor.state, board, row)
             self.transfer = Transfer(context.rank, context.size, control, device, self.executor, self.buffers)
@@ -147,9 +149,18 @@ class Accelerator:
         """Completion of all work issued so far; ``things`` stay alive until then."""
         completion = self._last = Completion(self.events, self.executor.main)
         self._issuing = False
-        self.keeper.keep(completion, things)
+        self.keep(completion, things)
         self._watch.add(completion.event)
         return completion
+
+    def keep(self, completion: Completion, things: Any) -> None:
+        """Keep ``things`` alive until ``completion``."""
+        self._drop_done()
+        self._kept.append((completion, things))
+
+    def _drop_done(self) -> None:
+        while self._kept and self._kept[0][0].passed():
+            self._kept.popleft()
 
     def wait(self, completion: Completion | None = None) -> None:
         """Block until ``completion``; None: until all issued work is done. Other threads may run meanwhile.
@@ -178,7 +189,7 @@ class Accelerator:
             self.context.control.check(deep=True)
 
     def settle(self, within: float) -> bool:
-        """Wait up to ``within`` seconds until the GPU has done all issued work. Returns whether it has."""
+        """Whether the GPU does all issued work within some seconds."""
         if self._last is None:
             return True
         with self.active():
@@ -245,7 +256,7 @@ class Accelerator:
             return 0
         with self.active():
             self.wait()
-            self.keeper.release()
+            self._drop_done()
             return 0 if self.executor.memory is None else self.executor.memory.release()
 
     def trim(self) -> int:
@@ -263,14 +274,14 @@ class Accelerator:
         if self._device is None:
             return
         with self.active():
-            self.keeper.release()  # every completion has passed now and queries its event no more
+            self._drop_done()  # every completion has passed now and queries its event no more
             self._watch.close()
             _unsettled[:] = [staging for staging in _unsettled if staging is not self._staging]
             self.executor.release_graphs()
             self.connection.close()
 
     def free(self) -> None:
-        """Release everything; no peer uses this rank's memory or events any more."""
+        """Release everything, which no peer uses any more."""
         if self._device is None:
             return
         with self.active():

@@ -21,12 +21,7 @@ takes longer than a separate operation."""
 
 
 class DeviceBackend:
-    """The accelerator of a world, and the handles and tasks of its device tensors.
-
-    Args:
-        local_rank: this rank among those of its host.
-        on_failure: told when work on the device has been aborted.
-    """
+    """The accelerator of a world, and the handles and tasks of its device tensors; arguments as of `Accelerator`."""
 
     def __init__(
         self, context: Context, config: Config, local_rank: int, turn: Turn, on_failure: Callable[[Exception], None]

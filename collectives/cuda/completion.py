@@ -27,7 +27,7 @@ class Events:
         self.device = device
         self._idle: deque[_EventReturn] = deque()
         self._all: dict[int, _EventReturn] = {}
-        """All events, idle or not."""
+        """Idle or not."""
 
     def lend(self, completion: Completion) -> int:
         """An event for the lifetime of a completion. A stream that waits for it is unaffected by its later reuse."""
@@ -153,21 +153,3 @@ class Fence:
             return True
         with active(self.view.device):
             return self.completion.passed()
-
-
-class Keeper:
-    """Keeps the tensors of issued work alive until it is done."""
-
-    def __init__(self) -> None:
-        self._kept: deque[tuple[Completion, Any]] = deque()
-
-    def keep(self, completion: Completion, things: Any) -> None:
-        """Keep ``things`` alive until ``completion``; drops what is done with."""
-        self.release()
-        self._kept.append((completion, things))
-
-    def release(self) -> None:
-        """Drop the tensors of work that is done."""
-        kept = self._kept
-        while kept and kept[0][0].passed():
-            kept.popleft()

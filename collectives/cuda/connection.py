@@ -7,6 +7,7 @@ is going to choose it, and otherwise by the first operation that needs it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from collectives.cuda.executor import DeviceExecutor
 from collectives.cuda.messages import NcclMessages, StagedMessages
 from collectives.cuda.planner import DeviceFacts, DevicePlanner
 from collectives.cuda.transfer import DeviceBuffers
-from collectives.device import selection
 from collectives.device.protocol import Device
 from collectives.engine.context import Context
 from collectives.transport.cuda import nccl
@@ -99,7 +99,8 @@ class Connection:
         own_info = _DeviceInfo(self._device.identity, card, no_ipc, library.why_not() or "", library.shares_gpus())
         every: list[_DeviceInfo] = exchange(own_info)
         no_ipc = self._map_memory(memory, every)
-        self._sharers = max(selection.sharers([every[peer].identity for peer in host]) for host in group.hosts)
+        # Not by the number of visible GPUs, which is 1 for all ranks if each is shown a GPU of its own.
+        self._sharers = max(max(Counter(every[peer].identity for peer in host).values()) for host in group.hosts)
         shares = self._sharers > 1
         no_nccl = _first(every, "no_nccl")
         if not no_nccl and shares and not all(info.nccl_shares_gpus for info in every):

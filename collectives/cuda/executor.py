@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,16 +31,14 @@ _MOST_CAPTURES = 256
 _ABANDON_WITHIN = 5.0
 
 
+@dataclass(slots=True)
 class _Capture:
     """A plan with the addresses of one run, and its graph if it was captured. Refers to the plan, whose `id` is part of
     the key."""
 
-    __slots__ = ("graph", "plan", "state")
-
-    def __init__(self, plan: DevicePlan) -> None:
-        self.plan = plan
-        self.state = 1
-        self.graph = 0
+    plan: DevicePlan
+    state: int = 1
+    graph: int = 0
 
 
 class DeviceExecutor:
@@ -133,9 +132,7 @@ class DeviceExecutor:
 
         for number, stage in enumerate(plan.stages, 1):
             follow(stage.waits)
-            self._exchange(stage, table, dtype)
-            for launch in stage.launches:
-                launch.combination.launch(main)
+            self._issue(stage, table, dtype)
             device.record(own[row + number], main)
             board.advance(base + number)
         follow(plan.leave)
@@ -145,16 +142,13 @@ class DeviceExecutor:
     def _run_over_messages(self, plan: DevicePlan, table: Array, dtype: np.dtype[np.generic]) -> None:
         if not plan.pipelined:
             for stage in plan.stages:
-                self._exchange(stage, table, dtype)
-                for launch in stage.launches:
-                    launch.combination.launch(self.main)
+                self._issue(stage, table, dtype)
             return
         device, main, side = self._device, self.main, self._side
         while len(self._arrived) < len(plan.stages):
             self._arrived.append(device.create_event())
             self._reduced.append(device.create_event())
-        last = -1
-        waited = -1
+        last = waited = -1
         # The side stream starts after the work that produced the input.
         device.record(self._arrived[0], main)
         device.wait(side, self._arrived[0])
@@ -173,6 +167,11 @@ class DeviceExecutor:
                 last = number
         if last > waited:
             device.wait(main, self._reduced[last])
+
+    def _issue(self, stage: Stage, table: Array, dtype: np.dtype[np.generic]) -> None:
+        self._exchange(stage, table, dtype)
+        for launch in stage.launches:
+            launch.combination.launch(self.main)
 
     def _exchange(self, stage: Stage, table: Array, dtype: np.dtype[np.generic]) -> None:
         if not (stage.receives or stage.sends):

@@ -15,7 +15,6 @@ import numpy as np
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.completion import Completion, Fence
 from collectives.cuda.request_cache import CachedDeviceRequest, DeviceRequestCache
-from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination, Scaling
 from collectives.device.packing import Packing
 from collectives.device.protocol import active
@@ -82,7 +81,7 @@ class DeviceHandles:
                 content[...] = value
                 device.copy(view.array.address, content.ctypes.data, view.nbytes, stream)
                 # Until it has been copied, even if the operation fails.
-                accelerator.keeper.keep(accelerator.mark(stream), content)
+                accelerator.keep(accelerator.mark(stream), content)
         return view
 
     def _handle(
@@ -180,8 +179,7 @@ class _Alone:
             self._packing.unpack(buffer, np.array([out], np.int64), stream)
         elif not (self._copies and source == out):
             for step in self._steps:
-                step.pointers[0, 0], step.pointers[0, WAYS] = source, out
-                step.launch(stream)
+                step.move(source, out, stream)
                 source = out
 
     def release(self) -> None:

@@ -38,7 +38,7 @@ def entry_of(rank: int, space: Space) -> int:
 
 @dataclass(slots=True)
 class Job:
-    """One block that is read from ``sources``, combined, and written to ``targets``."""
+    """A block that is read from ``sources``, combined, and written to ``targets``."""
 
     sources: list[Location]
     targets: list[Location]
@@ -134,7 +134,7 @@ class LaunchBinder:
     Args:
         program: of one segment.
         block: elements that a segment takes from each chunk.
-        segments: of the plan; above 1 only where all media are messages.
+        segments: above 1 only where all media are messages.
         merges: whether the job that reduces in the first round may make the pushes of the second (`direct.allreduce`).
     """
 
@@ -149,7 +149,7 @@ class LaunchBinder:
     _reached: set[tuple[int, Space]] = field(default_factory=set)
 
     def plan(self, *, pipelined: bool, least_words: int, description: str) -> DevicePlan:
-        """The plan with all its stages.
+        """The plan.
 
         Args:
             pipelined: a stage is one round of one segment, and segments alternate, so that one is reduced while another
@@ -210,6 +210,7 @@ class LaunchBinder:
         jobs: list[list[Job]] = [[]]
         waits: dict[int, int] = {}
         for program, segment in rounds:
+            merges = self.merges and bool(program.pushes) and bool(program.rest)
             arrivals: dict[int, Location] = {}
             for action in program.receives:
                 count = self._count(action, segment)
@@ -229,13 +230,12 @@ class LaunchBinder:
                 assert action.source is not None
                 if (count := self._count(action, segment)) > 0:
                     stage.sends.append(Message(action.peer, self._own(action.source, segment), count))
-            pushes = [] if self._merges_in(program) else program.pushes
-            for action in (*pushes, *program.rest):
+            for action in (*(() if merges else program.pushes), *program.rest):
                 if action.after >= 0 and action.medium is not Medium.MESSAGE and action.peer != self.rank:
                     waits[action.peer] = max(waits.get(action.peer, 0), action.after + 1)
                 if action.verb is not Verb.AWAIT and self._count(action, segment) > 0:
                     self._add(jobs, action, segment, arrivals.get(id(action)))
-            if self._merges_in(program) and jobs[-1]:
+            if merges and jobs[-1]:
                 jobs[-1][-1].targets += [self._target(action, segment) for action in program.pushes]
         for batch in jobs:
             for finish in (False, True):
@@ -245,9 +245,6 @@ class LaunchBinder:
                     stage.launches.append(Launch(self.combine(shapes, finish), alike))
         stage.waits = tuple(waits.items())
         return stage
-
-    def _merges_in(self, program: RoundProgram) -> bool:
-        return self.merges and bool(program.pushes) and bool(program.rest)
 
     def _add(self, launches: list[list[Job]], action: Action, segment: int, arrival: Location | None) -> None:
         """Add the action as a job, or as a further source of the job before it; in a new launch if it must run after

@@ -21,7 +21,6 @@ from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.launches import DevicePlan
 from collectives.cuda.planner import DeviceChoice
 from collectives.cuda.transfer import DeviceBlock
-from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination, Scaling
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
@@ -56,7 +55,7 @@ class SchedulePath:
 
 
 class NcclPath:
-    """NCCL's own all-reduce, reduce-scatter, all-gather of equal shares, or broadcast."""
+    """An all-reduce, a reduce-scatter, an all-gather of equal shares, or a broadcast of NCCL's."""
 
     def __init__(
         self,
@@ -99,8 +98,7 @@ class NcclPath:
         else:
             communicator.all_reduce(source.address, out.address, count, dtype, self._op, stream)
         if self._finishing is not None:
-            self._finishing.pointers[0, 0] = self._finishing.pointers[0, WAYS] = out.address
-            self._finishing.launch(stream)
+            self._finishing.move(out.address, out.address, stream)
 
 
 class HostPath:

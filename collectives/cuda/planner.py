@@ -32,7 +32,7 @@ that, NCCL, which knows the links."""
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """Facts that the ranks have established together.
+    """What the ranks have found out together.
 
     Attributes:
         ipc, nccl: why this transport is not available; empty if it is.
@@ -48,7 +48,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """The planner's decision for one call; the same on every rank."""
+    """The planner's decision for one call."""
 
     algorithm: str
     transport: str

@@ -74,7 +74,6 @@ class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
         # An Adasum goes through host memory, and is not compressed.
         compressor = None if adasum else options.compression
         wire = (None if compressor is None else compressor.wire(dtype)) or dtype
-        _check_forced(options)
         keywords = {
             "op": op,
             "name": options.name,
@@ -96,20 +95,19 @@ class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
         return entry
 
     def _broadcast(self, view: DeviceView, root: int, options: Options) -> CachedDeviceRequest:
-        _check_forced(options)
         host = self._host.broadcasting(_spec(view), root, {"name": options.name})
         entry = self._entry(host, view, options)
         entry.nbytes = view.nbytes
         return entry
 
     def _gathering(self, collective: str, view: DeviceView, options: Options) -> CachedDeviceRequest:
-        _check_forced(options)
         host = self._host.gathering(collective, _spec(view), {"name": options.name})
         return self._entry(host, view, options)
 
     def _entry(
         self, host: CachedRequest, view: DeviceView, options: Options, wire: np.dtype[Any] | None = None
     ) -> CachedDeviceRequest:
+        _check_forced(options)
         dtype = view.dtype
         request = replace(
             host.request,

@@ -26,7 +26,6 @@ from collectives.cuda.paths import DevicePath, HostPath, NcclPath, SchedulePath,
 from collectives.cuda.planner import DeviceChoice
 from collectives.cuda.request_cache import CachedDeviceRequest
 from collectives.cuda.transfer import DeviceBlock
-from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination, Scaling
 from collectives.device.packing import Packing
 from collectives.engine.handles import Handle
@@ -50,11 +49,7 @@ class _RefusedError(Exception):
 
 
 class DeviceTask:
-    """What the tasks have in common: the two halves, and connecting the devices between them.
-
-    Args:
-        entry: the request; of a bucket, the first.
-    """
+    """The two halves of a task, and connecting the devices between them; ``entry`` is a bucket's first request."""
 
     packs = False
 
@@ -81,15 +76,13 @@ class DeviceTask:
                 calibrate(accelerator)
             accelerator.context.meet(self.token, self._prepare(handles))
         if self._problem is not None:
-            for handle in handles:
-                handle.fail(self._problem)
+            _fail(handles, self._problem)
             return
         with accelerator.active():
             try:
                 self._run(handles)
             except ConnectError as error:
-                for handle in handles:
-                    handle.fail(error)
+                _fail(handles, error)
             completion = accelerator.complete([(handle.source, handle.out, handle.keep) for handle in handles])
         for handle in handles:
             if handle.fence is not None:
@@ -189,8 +182,7 @@ class DeviceOne(DeviceTask):
             return ()
         if scaling is not None and not accelerator.context.joined:
             scaled = accelerator.buffers.get("scaled", self._source.nbytes)
-            scaling.pointers[0, 0], scaling.pointers[0, WAYS] = self._source.address, scaled
-            scaling.launch(accelerator.executor.main)
+            scaling.move(self._source.address, scaled, accelerator.executor.main)
             self._source = DeviceBlock(scaled, self._source.nbytes)
         return self._path.prepare(self._source, self._out)
 
@@ -323,6 +315,10 @@ class DeviceRows(DeviceTask):
         return path
 
 
+def _fail(handles: Sequence[Handle], error: CollectivesError) -> None:
+    for handle in handles:
+        handle.fail(error)
+
+
 def _block(array: DeviceArray) -> DeviceBlock:
-    """The memory of an array."""
     return DeviceBlock(array.address, array.nbytes)

@@ -79,8 +79,6 @@ class DeviceBlock:
 
 
 class Transfer:
-    """Runs plans between this rank's blocks and those of its peers."""
-
     def __init__(
         self, rank: int, size: int, control: Control, device: Device, executor: DeviceExecutor, buffers: DeviceBuffers
     ) -> None:

@@ -175,6 +175,11 @@ class Combination:
         for grid, parameters in self._launches:
             launch(function, grid, COMBINE_THREADS, parameters, stream)
 
+    def move(self, source: int, target: int, stream: int) -> None:
+        """`launch` one job of one source and one target."""
+        self.pointers[0, 0], self.pointers[0, WAYS] = source, target
+        self.launch(stream)
+
     def _add_launch(self, start: int, jobs: Sequence[tuple[int, int, int]], itemsize: int) -> None:
         longest = max(count for _, _, count in jobs)
         if longest == 0:

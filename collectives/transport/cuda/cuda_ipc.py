@@ -26,7 +26,6 @@ import numpy as np
 
 from collectives.base.errors import TransportError
 from collectives.base.interchange import exchangeable
-from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Kernels
 from collectives.device.protocol import Allocation, Device
 
@@ -194,7 +193,7 @@ class IpcMemory:
             TransportError: it does not, or a peer's memory or events cannot be opened.
         """
         device = self._device
-        seen, sees = device.pinned(8), self._look
+        seen = device.pinned(8)
         for peer, card in cards.items():
             if peer == self._rank:
                 continue
@@ -207,8 +206,7 @@ class IpcMemory:
             else:
                 self.events[peer] = events = [device.import_event(handle) for handle in card.handles]
                 self._imported += events
-            sees.pointers[0, 0], sees.pointers[0, WAYS] = self.locate(peer, card.probe), seen.ctypes.data
-            sees.launch(stream)
+            self._look.move(self.locate(peer, card.probe), seen.ctypes.data, stream)
             device.drain(stream)
             number = struct.unpack("q", seen.tobytes())[0]
             if number != peer:

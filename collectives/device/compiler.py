@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import os
 import tempfile
 from pathlib import Path
@@ -29,14 +28,15 @@ def compiled(source: str, capability: int) -> bytes:
 
     Raises:
         TransportError: the source does not compile, or NVRTC does not support so old a GPU.
-        MissingDependencyError: NVRTC, or the headers that the source includes, are not installed.
+        MissingDependencyError: NVRTC is not installed.
     """
     try:
         major, minor = nvrtc.getVersion()
         served = nvrtc.getSupportedArchs()
     except RuntimeError as error:
         raise MissingDependencyError(
-            f"NVRTC, which compiles the kernels, cannot be loaded: {error}; {_install()}"
+            f"NVRTC, which compiles the kernels, cannot be loaded: {error}; pip install "
+            f'"cupy-cuda{runtime.runtimeGetVersion() // 1000}x[ctk]", or set CUDA_PATH to a CUDA toolkit'
         ) from error
     if capability < min(served):
         raise TransportError(
@@ -46,7 +46,7 @@ def compiled(source: str, capability: int) -> bytes:
     # A GPU newer than this NVRTC gets PTX, which its driver compiles.
     exact = capability in served
     target = f"sm_{capability}" if exact else f"compute_{max(arch for arch in served if arch <= capability)}"
-    options = (*_OPTIONS, f"-arch={target}", *_headers(source))
+    options = (*_OPTIONS, f"-arch={target}")
     key = hashlib.sha256("\0".join((source, f"{major}.{minor}", *options)).encode()).hexdigest()
     path = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser() / f"collectives-{key}.cubin"
     code = _read(path)
@@ -64,28 +64,10 @@ def _compile(source: str, options: tuple[str, ...], *, exact: bool) -> bytes:
         code: bytes = (nvrtc.getCUBIN(program) if exact else nvrtc.getPTX(program)) + b"\0"
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
-        if "open source file" in log:
-            raise MissingDependencyError(
-                f"NVRTC does not find CUDA's headers: {log.splitlines()[0]}; {_install()}"
-            ) from error
         raise TransportError(f"a kernel does not compile ({error}, {' '.join(options)}):\n{log}") from error
     finally:
         nvrtc.destroyProgram(program)
     return code
-
-
-def _headers(source: str) -> tuple[str, ...]:
-    """The options that name the folders of CUDA's headers; none for a source without includes, because the search is
-    slow."""
-    if "#include" not in source:
-        return ()
-    folder = importlib.import_module("cuda.pathfinder").find_nvidia_header_directory("cudart")
-    return (f"-I{folder}", f"-I{Path(folder, 'cccl')}") if folder else ()
-
-
-def _install() -> str:
-    package = f"cupy-cuda{runtime.runtimeGetVersion() // 1000}x[ctk]"
-    return f'install both: pip install "{package}", or set CUDA_PATH to a CUDA toolkit'
 
 
 def _read(path: Path) -> bytes | None:

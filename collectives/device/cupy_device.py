@@ -97,8 +97,7 @@ class CupyDevice:
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> int:
         with Attempt(self, f"allocate {nbytes} bytes"):
-            address: int = runtime.malloc(-(-nbytes // _SHARED_UNIT) * _SHARED_UNIT if shared else nbytes)
-        return address
+            return int(runtime.malloc(-(-nbytes // _SHARED_UNIT) * _SHARED_UNIT if shared else nbytes))
 
     def free(self, address: int) -> None:
         with Attempt(self, f"free the memory at {address:#x}"):
@@ -143,8 +142,7 @@ class CupyDevice:
 
     def create_stream(self) -> int:
         with Attempt(self, "create a stream"):
-            created: int = runtime.streamCreateWithPriority(runtime.streamNonBlocking, _PRIORITY)
-        return created
+            return int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, _PRIORITY))
 
     def destroy_stream(self, stream: int) -> None:
         with Attempt(self, "destroy a stream"):
@@ -152,10 +150,9 @@ class CupyDevice:
 
     def current_stream(self) -> int:
         try:
-            number: int = streams.get_current_stream(self.index).ptr
+            return int(streams.get_current_stream(self.index).ptr)
         except RuntimeError as error:
             raise refused(self, "find the current stream", error) from error
-        return number
 
     def capturing(self, stream: int) -> bool:
         try:
@@ -174,8 +171,7 @@ class CupyDevice:
     def create_event(self, *, shared: bool = False) -> int:
         flags = runtime.eventDisableTiming | (runtime.eventInterprocess if shared else 0)
         with Attempt(self, "create an event"):
-            created: int = runtime.eventCreateWithFlags(flags)
-        return created
+            return int(runtime.eventCreateWithFlags(flags))
 
     def destroy_event(self, event: int) -> None:
         with Attempt(self, "destroy an event"):
@@ -205,21 +201,15 @@ class CupyDevice:
             raise refused(self, "ask for an event", error) from error
         return True
 
-    def synchronize(self, event: int) -> None:
-        with Attempt(self, "wait for an event"):
-            runtime.eventSynchronize(event)
-
     # ---- sharing with other processes of the host
 
     def export_memory(self, base: int) -> bytes:
         with Attempt(self, f"share the memory at {base:#x} with other processes", sharing=True):
-            handle: bytes = runtime.ipcGetMemHandle(base)
-        return handle
+            return bytes(runtime.ipcGetMemHandle(base))
 
     def import_memory(self, handle: bytes) -> int:
         with Attempt(self, "reach the memory of another process", sharing=True):
-            address: int = runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
-        return address
+            return int(runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess))
 
     def forget_memory(self, address: int) -> None:
         with Attempt(self, "give back the memory of another process"):
@@ -227,13 +217,11 @@ class CupyDevice:
 
     def export_event(self, event: int) -> bytes:
         with Attempt(self, "share an event with other processes", sharing=True):
-            handle: bytes = runtime.ipcGetEventHandle(event)
-        return handle
+            return bytes(runtime.ipcGetEventHandle(event))
 
     def import_event(self, handle: bytes) -> int:
         with Attempt(self, "reach an event of another process", sharing=True):
-            event: int = runtime.ipcOpenEventHandle(handle)
-        return event
+            return int(runtime.ipcOpenEventHandle(handle))
 
     def reach(self, peer: int) -> None:
         with Attempt(self, f"reach the memory of GPU {peer}", sharing=True):
@@ -284,10 +272,9 @@ class CupyDevice:
         with Attempt(self, "make a graph of captured work"):
             captured = runtime.streamEndCapture(stream)
             try:
-                graph: int = runtime.graphInstantiate(captured)
+                return int(runtime.graphInstantiate(captured))
             finally:
                 runtime.graphDestroy(captured)
-            return graph
 
     def launch_graph(self, graph: int, stream: int) -> None:
         try:

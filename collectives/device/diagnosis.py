@@ -51,27 +51,27 @@ def why_not() -> str | None:
     """Why GPU tensors cannot be used here and what to do, in one line; None if they can be used."""
     for row in report():
         if row.stops:
-            return (
-                f"no {row.what}: {row.advice}"
-                if row.installed is None
-                else f"{row.what}, {row.installed}: {row.advice}"
-            )
+            subject = f"no {row.what}" if row.installed is None else f"{row.what}, {row.installed}"
+            return f"{subject}: {row.advice}"
     return None
+
+
+def _missing(what: str, advice: str) -> Row:
+    return Row(what, None, advice, stops=True)
 
 
 def _driver() -> tuple[Row, tuple[int, int] | None]:
     """The driver, and the newest CUDA version that it supports."""
+    library = libcuda.LIBRARY
     try:
         libcuda.load()
     except TransportError:
-        advice = f"{libcuda.LIBRARY} cannot be loaded: install NVIDIA's driver, or start the container with --gpus all"
-        return Row("driver", None, advice, stops=True), None
+        advice = f"{library} cannot be loaded: install NVIDIA's driver, or start the container with --gpus all"
+        return _missing("driver", advice), None
     try:
         cuda = libcuda.version()
     except (AttributeError, TransportError) as error:
-        return Row(
-            "driver", None, f"{libcuda.LIBRARY} does not work ({error}): reinstall NVIDIA's driver", stops=True
-        ), None
+        return _missing("driver", f"{library} does not work ({error}): reinstall NVIDIA's driver"), None
     version = f"for CUDA {cuda[0]}.{cuda[1]}"
     if cuda[0] < _OLDEST_CUDA:
         return Row("driver", version, f"too old: update it to one for CUDA {_OLDEST_CUDA} or newer", stops=True), cuda
@@ -80,15 +80,15 @@ def _driver() -> tuple[Row, tuple[int, int] | None]:
 
 def _gpus(driver: Row) -> Row:
     if driver.installed is None:
-        return Row("device", None, "none can be seen without the driver", stops=True)
+        return _missing("device", "none can be seen without the driver")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = "see nvidia-smi" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}"
     try:
         names = [libcuda.name(index) for index in range(libcuda.count())]
     except (AttributeError, TransportError) as error:
-        return Row("device", None, f"none is visible ({error}): {why}", stops=True)
+        return _missing("device", f"none is visible ({error}): {why}")
     if not names:
-        return Row("device", None, f"none is visible: {why}", stops=True)
+        return _missing("device", f"none is visible: {why}")
     return Row("device", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
 
 
@@ -106,36 +106,26 @@ def _cupy(cuda: tuple[int, int] | None) -> Row:
     except ModuleNotFoundError as error:
         if error.name == "cupy":
             older = " (cupy-cuda12x if the driver is older than CUDA 13)" if cuda is None else ""
-            return Row("CuPy", None, install + older, stops=True)
-        return Row("CuPy", None, f"it is installed, but lacks a package: pip install {error.name}", stops=True)
+            return _missing("CuPy", install + older)
+        return _missing("CuPy", f"it is installed, but lacks a package: pip install {error.name}")
     except Exception as error:
-        said = [line.strip() for line in str(error).splitlines() if line.strip("= ")]
-        return Row(
-            "CuPy",
-            None,
-            f"it is installed, but cannot be imported: {said[-1] if said else type(error).__name__}",
-            stops=True,
-        )
+        said = [line.strip() for line in str(error).splitlines() if line.strip("= ")] or [type(error).__name__]
+        return _missing("CuPy", f"it is installed, but cannot be imported: {said[-1]}")
     package = next((name for name in _CUPY if _version(name)), "cupy")
     version = f"{package} {number}"
     if int(number.partition(".")[0]) < _OLDEST_CUPY:
         return Row("CuPy", version, f"too old: pip install --upgrade {package}", stops=True)
     if cuda is not None and cuda[0] < built:
-        return Row(
-            "CuPy",
-            version,
-            f"too new for the driver: update the driver, or pip uninstall {package} and {install}",
-            stops=True,
-        )
+        advice = f"too new for the driver: update the driver, or pip uninstall {package} and {install}"
+        return Row("CuPy", version, advice, stops=True)
     return Row("CuPy", version)
 
 
 def _compiler(extra: str) -> Row:
     try:
-        major, minor = _import("cupy.cuda").nvrtc.getVersion()
+        return Row("NVRTC", ".".join(map(str, _import("cupy.cuda").nvrtc.getVersion())))
     except Exception:
-        return Row("NVRTC", None, f"kernels cannot be compiled: {extra}", stops=True)
-    return Row("NVRTC", f"{major}.{minor}")
+        return _missing("NVRTC", f"kernels cannot be compiled: {extra}")
 
 
 def _headers(extra: str) -> Row:

@@ -38,7 +38,7 @@ def load() -> Any:
 
 
 def _why_not(binding: Any) -> str | None:
-    """What CuPy's binding lacks."""
+    """What CuPy's binding lacks, or None."""
     if not binding.available:
         # The CUDA version that CuPy was built for; this call needs no GPU.
         major = importlib.import_module("cupy").cuda.runtime.runtimeGetVersion() // 1000

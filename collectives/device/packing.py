@@ -34,7 +34,8 @@ _SLOTS = 4
 
 
 class Packing:
-    """The layout of tensors in a buffer, and the two kernels that move them. Not thread-safe.
+    """The layout of tensors in a buffer, and the two kernels that move them. Not thread-safe, and all calls name the
+    same stream: a table of addresses is overwritten in the order of its uses.
 
     Args:
         device: that has the tensors and the buffer.
@@ -80,12 +81,11 @@ class Packing:
         tiles, extents = _tables(lengths * width, self.offsets * width, TILE_BYTES // (dtype.itemsize // width))
         self._blocks = len(tiles)
         self._tables = _upload(device, tiles, extents) if self._blocks else 0
-        self._order = device.create_event() if self._blocks else 0
         pack, unpack = kernel_sources.pack(*names[0]), kernel_sources.unpack(*names[1])
         self._pack = _Mover(device, kernels.function(pack), self._tables, tiles.nbytes, prescale)
         self._unpack = _Mover(device, kernels.function(unpack), self._tables, tiles.nbytes, finish)
         self._slots: dict[bytes, _Slot] = {}
-        self._stream: int | None = None
+        """By the addresses; the most recently used is last."""
 
     def pack(self, addresses: Array, buffer: int, stream: int) -> None:
         """Copy all tensors into the buffer, by one launch.
@@ -100,7 +100,7 @@ class Packing:
             self._pack.launch(self._blocks, self._table(addresses, stream), buffer, stream)
 
     def unpack(self, buffer: int, addresses: Array, stream: int) -> None:
-        """Copy the buffer into tensors, by one launch; arguments as of `pack`."""
+        """Copy the buffer into tensors, as `pack`."""
         if self._blocks:
             self._unpack.launch(self._blocks, self._table(addresses, stream), buffer, stream)
 
@@ -112,18 +112,11 @@ class Packing:
         self._slots.clear()
         if self._blocks:
             self._device.free(self._tables)
-            self._device.destroy_event(self._order)
         self._blocks = 0
 
     def _table(self, addresses: Array, stream: int) -> int:
-        """The address of a device table with these addresses, for kernels on this stream."""
+        """The address of a device table with these addresses."""
         device = self._device
-        if stream != self._stream:
-            if self._stream is not None:
-                # Uploads and kernels are serialized across streams, so a table is overwritten only after its last use.
-                device.record(self._order, self._stream)
-                device.wait(stream, self._order)
-            self._stream = stream
         key = addresses.tobytes()
         slot = self._slots.pop(key, None)
         if slot is None:
@@ -131,7 +124,7 @@ class Packing:
             slot.staging[:] = np.frombuffer(key, np.uint8)
             device.copy(slot.table, slot.staging.ctypes.data, len(key), stream)
             device.record(slot.uploaded, stream)
-        self._slots[key] = slot  # ordered by last use
+        self._slots[key] = slot
         return slot.table
 
     def _free_slot(self, nbytes: int) -> _Slot:
@@ -144,8 +137,6 @@ class Packing:
 
 
 class _Slot:
-    """An address table in device memory, and the page-locked memory from which it is uploaded."""
-
     def __init__(self, device: Device, nbytes: int) -> None:
         self.staging = device.pinned(nbytes)
         self.table = device.allocate(nbytes)

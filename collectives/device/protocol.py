@@ -121,9 +121,6 @@ class Device(Protocol):
     def passed(self, event: int) -> bool:
         """Whether the work that the event stands for is done; True if it was never recorded."""
 
-    def synchronize(self, event: int) -> None:
-        """Block until `passed`. Releases the interpreter lock."""
-
     # ---- sharing with other processes of the host
 
     def export_memory(self, base: int) -> bytes:

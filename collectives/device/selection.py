@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from collectives.base.errors import InvalidArgumentError, MissingDependencyError, TransportError
 from collectives.device import diagnosis, libcuda
@@ -103,13 +102,3 @@ def choose(local_rank: int, override: int | None = None) -> int:
 def _check_number(index: int, count: int) -> None:
     if not 0 <= index < count:
         raise InvalidArgumentError(f"GPU {index}: expected 0 to {count - 1}, the GPUs that this process sees")
-
-
-def sharers(identities: Sequence[str]) -> int:
-    """The largest number of ranks that use the same GPU.
-
-    Args:
-        identities: `Device.identity` of the GPU of each rank of one host. (The number of visible GPUs does not tell: it
-            is 1 for all ranks if each is shown a GPU of its own.)
-    """
-    return max(Counter(identities).values(), default=0)

@@ -91,7 +91,6 @@ CALLS: list[tuple[Callable[[Any], object], str, tuple[Any, ...]]] = [
     (lambda device: device.destroy_event(6), "eventDestroy", (6,)),
     (lambda device: device.record(6, 5), "eventRecord", (6, 5)),
     (lambda device: device.wait(5, 6), "streamWaitEvent", (5, 6)),
-    (lambda device: device.synchronize(6), "eventSynchronize", (6,)),
     (lambda device: device.export_memory(7), "ipcGetMemHandle", (7,)),
     (lambda device: device.import_memory(bytes(64)), "ipcOpenMemHandle", (bytes(64), 1)),
     (lambda device: device.forget_memory(7), "ipcCloseMemHandle", (7,)),
@@ -377,9 +376,6 @@ def test_a_kernel_with_a_mistake(device: Any, cupy: FakeCupy) -> None:
     ):
         device.function(SOURCE, "scale")
     assert len(cupy.called("destroyProgram")) == 1
-    cupy.results["getProgramLog"] = 'collectives.cu(1): catastrophic error: could not open source file "cuda_fp16.h"'
-    with pytest.raises(MissingDependencyError, match=r'cuda_fp16.h.*pip install "cupy-cuda13x\[ctk\]"'):
-        device.function(SOURCE, "scale")
 
 
 def test_without_nvrtc(device: Any, cupy: FakeCupy) -> None:
@@ -421,8 +417,6 @@ def test_real_code_keeps_every_bit(real_compiler: Any) -> None:
 def test_real_errors_are_ours(real_compiler: Any) -> None:
     with pytest.raises(TransportError, match=r"does not compile.*\n.*mistake"):
         real_compiler.compiled('extern "C" __global__ void scale() { mistake(); }', 90)
-    with pytest.raises(MissingDependencyError, match="no_such_header"):
-        real_compiler.compiled("#include <no_such_header.h>", 90)
 
 
 # ---- where devices come from
@@ -509,10 +503,6 @@ def test_which_gpu_a_rank_uses(nothing_in_use: None) -> None:
     for override in (None, 0):
         with pytest.raises(InvalidArgumentError, match="sees no GPU"):
             selection.choose(0, override)
-
-
-def test_whether_ranks_share_a_gpu() -> None:
-    assert [selection.sharers(identities) for identities in (["a", "b", "a"], ["a", "b"], [])] == [2, 1, 0]
 
 
 def test_the_drivers_library(driver: pytest.MonkeyPatch) -> None:

@@ -270,22 +270,6 @@ def test_address_tables_hold_while_the_device_is_far_behind(device: EmulatedDevi
     rig.close()
 
 
-def test_streams_may_change(device: EmulatedDevice) -> None:
-    rig = Rig(device, [100, 5000], FLOAT32, FLOAT32)
-    (inputs, tensors), (outputs, results) = rig.tensors(), rig.tensors()
-    fill(tensors)
-    first, rig.stream = rig.stream, device.create_stream()
-    go = threading.Event()
-    device.enqueue(first, lambda: go.wait(60))
-    rig.packing.pack(inputs, rig.buffer_at, first)
-    rig.unpack(outputs)
-    go.set()
-    rig.finish()
-    assert [result.tobytes() for result in results] == [tensor.tobytes() for tensor in tensors]
-    device.destroy_stream(first)
-    rig.close()
-
-
 def test_close_gives_everything_back(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[tuple[str, int]] = []
 

@@ -165,7 +165,6 @@ def test_captures_that_cuda_refuses(device: EmulatedDevice) -> None:
         lambda stream: device.record(shared, stream),
         lambda stream: device.drain(stream),
         lambda stream: device.passed(before),
-        lambda stream: device.synchronize(before),
         lambda stream: device.allocate(8),
         lambda stream: device.free(memory),
         lambda stream: device.pinned(8),

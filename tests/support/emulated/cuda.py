@@ -222,11 +222,6 @@ class EmulatedDevice:
         self._check_not_capturing("ask for an event")
         return self._event(event).passed()
 
-    def synchronize(self, event: int) -> None:
-        self._check_current()
-        self._check_not_capturing("wait for an event")
-        self._event(event).synchronize(self._health)
-
     # ---- sharing with other processes of the host
 
     def export_memory(self, base: int) -> bytes:

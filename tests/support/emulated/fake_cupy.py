@@ -27,7 +27,6 @@ SIGNATURES = {
         eventDestroy(intptr_t event)
         eventQuery(intptr_t event)
         eventRecord(intptr_t event, intptr_t stream)
-        eventSynchronize(intptr_t event)
         free(intptr_t ptr)
         freeHost(intptr_t ptr)
         getDevice() -> int

@@ -253,13 +253,6 @@ class Event:
             return self.theirs.passed(self.theirs.issued)
         return self._latest is None or self._settled().done
 
-    def synchronize(self, health: Health) -> None:
-        health.check()
-        if self.theirs:
-            self.theirs.wait(self.theirs.issued, health)
-        elif self._latest is not None:
-            self._settled().wait(health, 2 * health.patience)
-
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)

@@ -38,7 +38,7 @@ import numpy.typing as npt
 from collectives.base import interrupts
 from collectives.base.config import Config
 from collectives.base.logging import logger
-from collectives.tensors.arena_piece import HUGE_PAGE, REMOVE, Piece, huge_pages_must_be_asked_for, madvise
+from collectives.tensors.arena_piece import HUGE_PAGE, REMOVE, Piece, huge_pages_must_be_asked_for, madvise, text_of
 
 MAPPED = 1 << 62
 """Set in the word of a tensor in the arena; user-space addresses have at most 57 bits."""
@@ -436,11 +436,7 @@ def _limit() -> int:
 
 def _never_overcommits() -> bool:
     """Whether the system promises no memory that it does not have."""
-    try:
-        with open("/proc/sys/vm/overcommit_memory") as file:
-            return file.read().strip() == "2"
-    except OSError:
-        return False
+    return text_of("/proc/sys/vm/overcommit_memory").strip() == "2"
 
 
 arena = Arena()

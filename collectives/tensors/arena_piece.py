@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,11 +66,15 @@ def map_shared(descriptor: int, nbytes: int) -> tuple[mmap.mmap, int]:
 
 def huge_pages_must_be_asked_for() -> bool:
     """Whether the system makes no huge page for a file in memory unless it is asked for this very page."""
+    return "[never]" in text_of(_SHARED_HUGE_PAGES)
+
+
+def text_of(path: str) -> str:
+    """What a file of the system's says; empty where there is none."""
     try:
-        with open(_SHARED_HUGE_PAGES) as file:
-            return "[never]" in file.read()
+        return Path(path).read_text()
     except OSError:
-        return False
+        return ""
 
 
 class Piece:
@@ -92,21 +97,6 @@ class Piece:
     Raises:
         OSError, ValueError, OverflowError: the system refuses the memory.
     """
-
-    __slots__ = (
-        "_asks",
-        "_touched",
-        "address",
-        "closed",
-        "descriptor",
-        "free",
-        "mapping",
-        "memory",
-        "nbytes",
-        "number",
-        "offset",
-        "used",
-    )
 
     def __init__(self, number: int, nbytes: int, asks: bool = False) -> None:
         self.number = number

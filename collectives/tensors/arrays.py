@@ -161,9 +161,7 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
     return _look(tensor, array, argument, writable, wrap)
 
 
-def on_device(tensor: Any) -> bool:
-    """Whether a tensor is on a GPU."""
-    return type(tensor) is not np.ndarray and detection.is_on_device(tensor)
+on_device = detection.is_on_device
 
 
 def host_memory(tensor: Any, argument: str) -> Array | None:
@@ -271,7 +269,13 @@ def _read_protocol(tensor: Any, argument: str) -> Read | None:
             f"{argument}: the buffer of {detection.describe(tensor)} cannot be read: {error}"
         ) from None
     else:
-        return _from_buffer(memory, tensor, argument), _buffer_wrap(tensor)
+        try:
+            return np.asarray(memory), _buffer_wrap(tensor)
+        except (TypeError, ValueError, NotImplementedError, RuntimeError):
+            raise InvalidTypeError(
+                f"{argument}: {detection.describe(tensor)} has elements of format {memory.format!r}, which are not "
+                f"numbers"
+            ) from None
     if hasattr(tensor, "__array_interface__"):
         return np.asarray(tensor), None
     if hasattr(tensor, "__dlpack__"):
@@ -287,15 +291,6 @@ def _from_dlpack(tensor: Any, argument: str) -> Array:
         raise InvalidTypeError(
             f"{argument}: {detection.describe(tensor)} cannot be read through DLPack: {error}"
         ) from error
-
-
-def _from_buffer(memory: memoryview, tensor: Any, argument: str) -> Array:
-    try:
-        return np.asarray(memory)
-    except (TypeError, ValueError, NotImplementedError, RuntimeError):
-        raise InvalidTypeError(
-            f"{argument}: {detection.describe(tensor)} has elements of format {memory.format!r}, which are not numbers"
-        ) from None
 
 
 def _buffer_wrap(tensor: Any) -> Wrap | None:

@@ -69,12 +69,23 @@ class _HalfCompressor(Compressor):
 
     @classmethod
     def wire(cls, dtype: _Dtype) -> _Dtype | None:
-        """The dtype in which a tensor of ``dtype`` is sent; None: its own."""
         return dtypes.resolve(cls.half) if dtype in _COMPRESSED else None
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        return _compress(tensor, cls.half)
+        """Return the tensor as ``half``, in the caller's type, and its dtype; or the tensor itself and None."""
+        kind: Any = type(tensor)
+        framework = detection.framework(kind)
+        if framework is None:
+            seen = view(tensor)
+            wire = cls.wire(seen.dtype)
+            return (tensor, None) if wire is None else (_converted(seen, wire), seen.dtype)
+        namespace: Any = sys.modules["jax.numpy" if framework == "jax" else framework]
+        if tensor.dtype not in (namespace.float32, namespace.float64):
+            return tensor, None
+        # CuPy uses NumPy's dtypes, and NumPy has no attribute for bfloat16.
+        half = dtypes.resolve(cls.half) if framework == "cupy" else getattr(namespace, cls.half)
+        return _cast(framework, tensor, half), tensor.dtype
 
     @classmethod
     def decompress(cls, tensor: Any, context: Any) -> Any:
@@ -173,23 +184,6 @@ def _takes(method: Any, arguments: tuple[str, ...]) -> bool:
     except ValueError:  # a method written in C, without a signature
         return True
     return True
-
-
-def _compress(tensor: Any, half: str) -> tuple[Any, Any]:
-    """Return the tensor in ``half``, in the caller's type, and its original dtype; or the tensor itself and None."""
-    kind: Any = type(tensor)
-    framework = detection.framework(kind)
-    if framework is not None:
-        namespace: Any = sys.modules["jax.numpy" if framework == "jax" else framework]
-        dtype = tensor.dtype
-        if dtype not in (namespace.float32, namespace.float64):
-            return tensor, None
-        # CuPy uses NumPy's dtypes, and NumPy has no attribute for bfloat16.
-        return _cast(
-            framework, tensor, dtypes.resolve(half) if framework == "cupy" else getattr(namespace, half)
-        ), dtype
-    seen = view(tensor)
-    return (_converted(seen, dtypes.resolve(half)), seen.dtype) if seen.dtype in _COMPRESSED else (tensor, None)
 
 
 def _cast(framework: str, tensor: Any, dtype: Any) -> Any:

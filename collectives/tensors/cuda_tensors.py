@@ -10,6 +10,7 @@ the work of `DeviceView.current_stream`.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,25 +24,15 @@ from collectives.tensors.cuda_protocols import TensorMemory
 from collectives.tensors.detection import Extent
 
 
+@dataclass(slots=True, eq=False)
 class DeviceArray:
-    """Consecutive elements in device memory.
+    """Consecutive elements in device memory; ``owner`` keeps it alive. The address may be 0 without elements."""
 
-    Attributes:
-        address: of the first element; may be 0 without elements.
-        size: number of elements.
-        dtype: a supported dtype in native byte order.
-        device: of the memory.
-        owner: keeps the memory alive.
-    """
-
-    __slots__ = ("address", "device", "dtype", "owner", "size")
-
-    def __init__(self, address: int, size: int, dtype: np.dtype[Any], device: Device, owner: Any) -> None:
-        self.address = address
-        self.size = size
-        self.dtype = dtype
-        self.device = device
-        self.owner = owner
+    address: int
+    size: int
+    dtype: np.dtype[Any]
+    device: Device
+    owner: Any
 
     @property
     def nbytes(self) -> int:
@@ -53,33 +44,12 @@ class DeviceArray:
 
 
 class DeviceView:
-    """A tensor on a GPU as the engine sees it.
+    """A tensor on a GPU as the engine sees it, with the attributes of `collectives.tensors.arrays.View`, and two more.
 
     Attributes:
-        array: its elements in C order; the caller's memory unless ``copied``.
-        shape: the tensor's shape; ``()`` for scalars.
-        dtype: a supported dtype in native byte order.
-        nbytes: bytes in ``array``.
         device: of the memory.
         stream: the caller's stream when the view was made; ``array`` may be read after the work enqueued until then.
-        copied: ``array`` is not the caller's memory.
-        writable: an in-place operation may write ``array`` and then call ``store``.
     """
-
-    __slots__ = (
-        "_copy",
-        "_framework",
-        "_stream_passed",
-        "_tensor_memory",
-        "array",
-        "copied",
-        "device",
-        "dtype",
-        "nbytes",
-        "shape",
-        "stream",
-        "writable",
-    )
 
     def __init__(
         self,

@@ -81,10 +81,8 @@ def overlapping(tensor: Any, argument: str, shape: Sequence[int], strides: Seque
 def strided_extent(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, writes: bool) -> Extent:
     """The extent of a tensor with at least one element; strides in bytes."""
     reaches = [stride * (length - 1) for stride, length in zip(strides, shape, strict=True)]
-    start, end = (
-        address + sum(min(0, reach) for reach in reaches),
-        address + sum(max(0, reach) for reach in reaches) + itemsize,
-    )
+    start = address + sum(min(0, reach) for reach in reaches)
+    end = address + sum(max(0, reach) for reach in reaches) + itemsize
     return start, end, writes, Strided(address, tuple(shape), tuple(strides), itemsize)
 
 

@@ -30,15 +30,8 @@ THRESHOLD = 1 << 20
 _PAGE = 4096
 
 
-class _Buffer:
-    """Memory that outlives its results, aligned to a cache line."""
-
-    __slots__ = ("address", "memory", "nbytes")
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = arena.empty(nbytes, np.uint8)
-        self.address: int = self.memory.ctypes.data
-        self.nbytes = nbytes
+_Buffer = npt.NDArray[np.uint8]
+"""Memory that outlives its results, aligned to a cache line."""
 
 
 class _Lease:
@@ -48,7 +41,8 @@ class _Lease:
 
     def __init__(self, block: _Buffer, nbytes: int) -> None:
         self._block = block
-        self.__array_interface__ = {"data": (block.address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+        address = block.ctypes.data
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
 class _LeaseReference(weakref.ref[_Lease]):
@@ -72,7 +66,7 @@ class ResultPool:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._free: list[_Buffer] = []  # oldest first
-        self._lent: dict[int, _LeaseReference] = {}  # by address, oldest first
+        self._lent: dict[int, _LeaseReference] = {}  # by the buffer's id, oldest first
         self._returned: deque[_LeaseReference] = deque()
         self._forks = arena.forks
         self._lock = threading.Lock()
@@ -92,11 +86,13 @@ class ResultPool:
             return arena.empty(shape, dtype)  # what cannot be kept gains nothing from a buffer
         try:
             self._settle()
-            block = self._take(nbytes) or self._add(whole)
+            block = self._take(nbytes)
+            if block is None:
+                block = self._add(whole)
             lease = _Lease(block, nbytes)
             reference = _LeaseReference(lease, self._returned.append)
             reference.block = block
-            self._lent[block.address] = reference
+            self._lent[id(block)] = reference
         finally:
             self._lock.release()
         return np.asarray(lease).view(dtype).reshape(shape)
@@ -137,7 +133,7 @@ class ResultPool:
         while excess > 0:
             given_up = self._free.pop(0) if self._free else self._lent.pop(next(iter(self._lent))).block
             excess -= given_up.nbytes
-        return _Buffer(nbytes)
+        return arena.empty(nbytes, np.uint8)
 
     def _settle(self) -> None:
         """Move returned buffers to the free list; the caller holds the lock."""
@@ -150,7 +146,7 @@ class ResultPool:
                 self._returned = deque()
             if block is None:
                 return
-            if self._lent.pop(block.address, None) is not None:  # else evicted meanwhile
+            if self._lent.pop(id(block), None) is not None:  # else evicted meanwhile
                 self._free.append(block)
 
     def _settle_if_free(self) -> None:

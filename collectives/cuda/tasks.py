@@ -52,6 +52,7 @@ class DeviceTask:
     """The two halves of a task, and connecting the devices between them; ``entry`` is a bucket's first request."""
 
     packs = False
+    description = ""
 
     def __init__(self, accelerator: Accelerator, entry: CachedDeviceRequest) -> None:
         self.entry = entry

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,3 +35,24 @@ def test_the_transports_are_said_once_and_each_choice_once(caplog: pytest.LogCap
         "ranks of one host)",
         "allgather of 8000 bytes on GPUs: auto over host (transport as asked for)",
     ], said
+
+
+def test_a_timeline_says_how_each_operation_was_carried_out(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+
+    def program(world: World, maker: EmulatedMaker) -> None:
+        tensor, empty = maker.device(np.full(8, 1.0, np.float32)), maker.device(np.zeros(0, np.float32))
+        world.start_timeline(path)
+        for operation in (world.allreduce, world.allgather, world.alltoall):
+            operation(tensor)
+        world.allreduce(empty)
+        world.stop_timeline()
+
+    with emulated(1) as provider:
+        on_threads(2, program, provider, config=Config(host_until=0))
+    names = {event.get("name", "") for event in json.loads(path.read_text())}
+    assert {name for name in names if ": " in name} >= {
+        "allreduce: direct over cuda-ipc",
+        "allgather: devicerows",
+        "alltoall: devicerows",
+    }, names

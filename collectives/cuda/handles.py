@@ -15,7 +15,6 @@ import numpy as np
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.completion import Completion, Fence
 from collectives.cuda.request_cache import CachedDeviceRequest, DeviceRequestCache
-from collectives.device.kernels import Combination, Scaling
 from collectives.device.packing import Packing
 from collectives.device.protocol import active
 from collectives.engine.handles import Handle
@@ -135,56 +134,36 @@ class DeviceHandles:
                 result, handle.out = handle.fence.view.empty((rows, *(entry.request.shape or ())))
                 accelerator.follow(accelerator.mark(handle.fence.view.stream))
                 handle.gathered = (result, [rows])
-            if handle.gathered is not None:
-                accelerator.device.copy(
-                    handle.out.address, handle.source.address, handle.out.nbytes, accelerator.executor.main
-                )
-            elif handle.source.size:
-                entry.step = entry.step or _Alone(accelerator, entry, handle.source.size, handle.out.size)
-                entry.step.run(handle.source.address, handle.out.address)
+            source, out = handle.source, handle.out
+            if source.size and (entry.packs or entry.scale is not None or entry.divide is not None):
+                entry.step = entry.step or _Alone(accelerator, entry, source.size)
+                entry.step.run(source.address, out.address)
+            elif source.size and source.address != out.address:
+                accelerator.device.copy(out.address, source.address, out.nbytes, accelerator.executor.main)
             handle.fence.completion = accelerator.complete((handle.source, handle.out, handle.keep))
 
 
 class _Alone:
-    """Single-rank path: scale a tensor as if all ranks had reduced it, and round it as if it had travelled.
+    """Single-rank path: scale a tensor as if all ranks had reduced it, and round it as if it had travelled."""
 
-    Args:
-        source, out: elements of input and output.
-    """
-
-    def __init__(self, accelerator: Accelerator, entry: CachedDeviceRequest, source: int, out: int) -> None:
+    def __init__(self, accelerator: Accelerator, entry: CachedDeviceRequest, count: int) -> None:
         self._accelerator = accelerator
-        self._packing: Packing | None = None
-        self._steps: list[Combination] = []
-        if entry.packs:
-            packing = Packing(
-                accelerator.device, accelerator.kernels, [source], entry.dtype, entry.wire, entry.scale, entry.divide
-            )
-            self._packing = accelerator.adopt(packing, self)
-            self._nbytes = packing.total * entry.wire.itemsize
-        else:
-            scalings: list[Scaling | None] = [
-                scaling for scaling in (entry.scale, entry.divide) if scaling is not None
-            ] or [None]
-            self._steps = [
-                accelerator.kernels.combination(None, entry.dtype, [(1, 1, out)], scaling) for scaling in scalings
-            ]
-            self._copies = scalings == [None]
+        packing = Packing(
+            accelerator.device, accelerator.kernels, [count], entry.dtype, entry.wire, entry.scale, entry.divide
+        )
+        self._packing: Packing | None = accelerator.adopt(packing, self)
+        self._nbytes = packing.total * entry.wire.itemsize
 
     def run(self, source: int, out: int) -> None:
-        stream = self._accelerator.executor.main
-        if self._packing is not None:
-            buffer = self._accelerator.buffers.get("bucket", self._nbytes)
-            self._packing.pack(np.array([source], np.int64), buffer, stream)
-            self._packing.unpack(buffer, np.array([out], np.int64), stream)
-        elif not (self._copies and source == out):
-            for step in self._steps:
-                step.move(source, out, stream)
-                source = out
+        assert self._packing is not None
+        accelerator, stream = self._accelerator, self._accelerator.executor.main
+        buffer = accelerator.buffers.get("bucket", self._nbytes)
+        self._packing.pack(np.array([source], np.int64), buffer, stream)
+        self._packing.unpack(buffer, np.array([out], np.int64), stream)
 
     def release(self) -> None:
-        """Drop the kernels; the packing belongs to the accelerator."""
-        self._packing, self._steps = None, []
+        """Drop the packing, which belongs to the accelerator."""
+        self._packing = None
 
 
 def _nothing(handle: Handle) -> None:

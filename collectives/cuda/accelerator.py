@@ -16,19 +16,16 @@ import numpy as np
 
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError
-from collectives.base.reduce_op import Op
 from collectives.cuda.builder import DevicePlans
 from collectives.cuda.completion import Completion, Events
 from collectives.cuda.connection import Connection
 from collectives.cuda.executor import DeviceExecutor
-from collectives.cuda.request_cache import TensorSpec
 from collectives.cuda.transfer import DeviceBuffers, Transfer
 from collectives.device import selection
 from collectives.device.kernels import Kernels
 from collectives.device.packing import Packing
 from collectives.device.protocol import Array, Device, active
 from collectives.engine.context import Context
-from collectives.engine.request_cache import CachedRequest
 from collectives.transport import backoff
 from collectives.transport.cuda.issue_order import Turn
 from collectives.transport.cuda.watchdog import Watch
@@ -49,9 +46,6 @@ class Accelerator:
     Args:
         local_rank: this rank among those of its host.
         on_failure: called when issued work can never end, because a peer is gone, and has been aborted.
-
-    Attributes:
-        calibrated: whether the ranks have measured what is quickest for tiny tensors.
     """
 
     def __init__(
@@ -59,7 +53,6 @@ class Accelerator:
     ) -> None:
         self.context = context
         self.config = config
-        self.calibrated = False
         self._device: Device | None = None
         self._local_rank = local_rank
         self._turn = turn
@@ -209,12 +202,12 @@ class Accelerator:
             if rank == self.context.rank:
                 self._issuing = True  # set before the turn is taken: another world may call `busy` at any moment
                 self._turn.take(
-                    self, self.context.rank, self.config.timeout, lambda: self.context.control.check(deep=True)
+                    self.busy, self.context.rank, self.config.timeout, lambda: self.context.control.check(deep=True)
                 )
             self.context.meet(_TURN_TOKEN)
 
     def busy(self) -> bool:
-        """See `issue_order.Holder`."""
+        """Whether work that this world has issued, or is issuing, is incomplete."""
         return self._issuing or (self._last is not None and not self._last.passed())
 
     # ---- memory
@@ -243,12 +236,6 @@ class Accelerator:
                 packing = self._retired.pop()
                 packing.close()
                 self._packings.discard(packing)
-
-    def host_request(self, count: int, dtype: np.dtype[Any], op: Op) -> CachedRequest:
-        """The host's request of an all-reduce of a packed bucket; unscaled, because unpacking scales."""
-        plain = op.combining(dtype)
-        shape: Any = TensorSpec((count,), count, dtype)
-        return self.context.entries.reducing("allreduce", shape, None, {"op": plain})
 
     def release(self) -> int:
         """Drop the tensors of completed operations and unmap the peers' memory. Returns the bytes unmapped."""

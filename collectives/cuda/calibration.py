@@ -27,11 +27,8 @@ _DTYPE = np.dtype(np.float32)
 
 
 def calibrate(accelerator: Accelerator) -> None:
-    """Measure, and tell the planner; collective. Does nothing when called again, or if the limit was set by hand."""
+    """Measure, and tell the planner; collective. Measures nothing if the limit was set by hand."""
     context, config, planner = accelerator.context, accelerator.config, accelerator.connection.planner
-    if accelerator.calibrated:
-        return
-    accelerator.calibrated = True
     # The host path blocks the caller until its stream has finished; it is worth that only if it is much faster, which
     # it can be only where processes share a GPU.
     facts = planner.facts
@@ -61,8 +58,7 @@ def _time(accelerator: Accelerator, address: int, nbytes: int, through_host: boo
     """Median time of an all-reduce, in seconds, until the GPU has done it."""
     count, planner = nbytes // _DTYPE.itemsize, accelerator.connection.planner
     choice = DeviceChoice("auto", "host") if through_host else planner.choose("allreduce", nbytes, native=True)
-    host = accelerator.host_request(count, _DTYPE, Op.SUM)
-    path = allreduce_path(accelerator, choice, count, _DTYPE, Op.SUM, None, host)
+    path = allreduce_path(accelerator, choice, count, _DTYPE, Op.SUM)
     times = [_once(accelerator, path, DeviceBlock(address, nbytes)) for _ in range(_WARM_UPS + _REPEATS)]
     return statistics.median(times[_WARM_UPS:])
 

@@ -57,7 +57,7 @@ class Connection:
 
     Attributes:
         established: whether the ranks have connected.
-        planner: chooses algorithm and transport; before, it offers only the host.
+        planner: chooses algorithm and transport, once the ranks have connected.
         communicators: NCCL's, at most one; the watchdog looks after them.
     """
 
@@ -74,9 +74,8 @@ class Connection:
         keep: Callable[[Any], None],
     ) -> None:
         self.established = False
+        self.planner: DevicePlanner
         self.communicators: list[NcclCommunicator] = []
-        unknown = DeviceFacts("not connected yet", "not connected yet")
-        self.planner = DevicePlanner(context.planner.placement, unknown)
         self._context, self._config = context, config
         self._device, self._executor, self._buffers = device, executor, buffers
         self._events = events
@@ -89,9 +88,7 @@ class Connection:
         """The largest number of ranks that use one GPU."""
 
     def establish(self) -> None:
-        """Connect the ranks; collective. Does nothing when called again."""
-        if self.established:
-            return
+        """Connect the ranks; collective, once."""
         context, group = self._context, self._context.group
         exchange = context.control.exchange
         memory, card, no_ipc = self._offer_memory()

@@ -20,6 +20,7 @@ from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.launches import DevicePlan
 from collectives.cuda.planner import DeviceChoice
+from collectives.cuda.request_cache import TensorSpec
 from collectives.cuda.transfer import DeviceBlock
 from collectives.device.kernels import Combination, Scaling
 from collectives.engine.handles import Handle
@@ -124,8 +125,7 @@ class HostPath:
         if source.nbytes:
             accelerator.device.copy(address(copy), source.address, source.nbytes, accelerator.executor.main)
         accelerator.wait()
-        in_place = out.address == source.address
-        self._result = copy if in_place else accelerator.pinned("result", out.nbytes // dtype.itemsize, dtype)
+        self._result = copy if out == source else accelerator.pinned("result", out.nbytes // dtype.itemsize, dtype)
         self._handle = Handle(self._request, copy, self._result, lambda handle: None, rows=self._rows)
         return self._task.prepare_handles([self._handle])
 
@@ -144,18 +144,14 @@ DevicePath = SchedulePath | NcclPath | HostPath
 
 
 def allreduce_path(
-    accelerator: Accelerator,
-    choice: DeviceChoice,
-    count: int,
-    dtype: np.dtype[Any],
-    op: Op,
-    finish: Scaling | None,
-    host: CachedRequest,
+    accelerator: Accelerator, choice: DeviceChoice, count: int, dtype: np.dtype[Any], op: Op
 ) -> DevicePath:
-    """The path of an all-reduce; ``host`` is the same request for host memory."""
+    """The path of an all-reduce whose result is not scaled, such as that of a packed bucket."""
     if choice.transport == "host":
-        return HostPath(accelerator, host)
+        shape: Any = TensorSpec((count,), count, dtype)
+        request = accelerator.context.entries.reducing("allreduce", shape, None, {"op": op.combining(dtype)})
+        return HostPath(accelerator, request)
     if choice.native:
-        return NcclPath(accelerator, "allreduce", dtype, count, op, finish)
-    plan = accelerator.plans.allreduce((count,), dtype, choice, op, finish)
+        return NcclPath(accelerator, "allreduce", dtype, count, op)
+    plan = accelerator.plans.allreduce((count,), dtype, choice, op, None)
     return SchedulePath(accelerator, choice, plan, dtype)

@@ -72,9 +72,10 @@ class DeviceTask:
     def run_handles(self, handles: Sequence[Handle]) -> None:
         accelerator = self.accelerator
         if self._early:
-            with accelerator.active():
-                accelerator.connection.establish()
-                calibrate(accelerator)
+            if not accelerator.connection.established:
+                with accelerator.active():
+                    accelerator.connection.establish()
+                    calibrate(accelerator)
             accelerator.context.meet(self.token, self._prepare(handles))
         if self._problem is not None:
             _fail(handles, self._problem)
@@ -217,8 +218,7 @@ class DeviceBucket(DeviceTask):
         self._nbytes = total * dtype.itemsize
         choice = self._choose(handle, "allreduce", self._nbytes, nccl_elements.reduces(op, dtype))
         self.description = f"fused {choice.algorithm} over {choice.transport}"
-        host = accelerator.host_request(total, dtype, op)
-        self._path = allreduce_path(accelerator, choice, total, dtype, op, None, host)
+        self._path = allreduce_path(accelerator, choice, total, dtype, op)
 
     def _pack_with(self, scale: Scaling | None) -> Packing:
         entry, accelerator = self.entry, self.accelerator

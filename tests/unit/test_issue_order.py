@@ -29,27 +29,27 @@ def test_whoever_comes_first_has_it_and_keeps_it() -> None:
     assert not turn.needed and not turn.reported
     holder.at_work.set()
     for _ in range(3):
-        turn.take(holder, 3, 0.0, nothing)
+        turn.take(holder.busy, 3, 0.0, nothing)
 
 
 def test_it_is_given_up_when_nothing_is_under_way() -> None:
     turn, first, second = Turn(), Holder(), Holder()
-    turn.take(first, 3, 0.0, nothing)
-    turn.take(second, 3, 0.0, nothing)
+    turn.take(first.busy, 3, 0.0, nothing)
+    turn.take(second.busy, 3, 0.0, nothing)
     assert first.asked.is_set()
     second.at_work.set()
     with pytest.raises(CollectiveTimeoutError, match=r"rank 3: .*did not end within 0 s.*COLLECTIVES_TIMEOUT"):
-        turn.take(first, 3, 0.0, nothing)
+        turn.take(first.busy, 3, 0.0, nothing)
 
 
 def test_one_waits_until_the_others_work_is_done() -> None:
     turn, first, second = Turn(), Holder(), Holder()
-    turn.take(first, 3, 0.0, nothing)
+    turn.take(first.busy, 3, 0.0, nothing)
     first.at_work.set()
     has_it = threading.Event()
 
     def wait() -> None:
-        turn.take(second, 3, 20.0, nothing)
+        turn.take(second.busy, 3, 20.0, nothing)
         has_it.set()
 
     thread = threading.Thread(target=wait)
@@ -61,7 +61,7 @@ def test_one_waits_until_the_others_work_is_done() -> None:
     thread.join(20)
     second.at_work.set()
     with pytest.raises(CollectiveTimeoutError):
-        turn.take(first, 3, 0.01, nothing)
+        turn.take(first.busy, 3, 0.01, nothing)
 
 
 def test_of_many_that_want_it_one_at_a_time_is_at_work() -> None:
@@ -74,7 +74,7 @@ def test_of_many_that_want_it_one_at_a_time_is_at_work() -> None:
         for _ in range(20):
             # Before it takes the turn, as `Accelerator.take_turn` does: the next one may ask at once
             holder.at_work.set()
-            turn.take(holder, 3, 20.0, nothing)
+            turn.take(holder.busy, 3, 20.0, nothing)
             with lock:
                 inside += 1
                 assert inside == 1
@@ -94,11 +94,11 @@ def test_of_many_that_want_it_one_at_a_time_is_at_work() -> None:
 
 def test_who_waits_for_the_turn_learns_that_a_peer_has_failed() -> None:
     turn, first, second = Turn(), Holder(), Holder()
-    turn.take(first, 0, 0.0, nothing)
+    turn.take(first.busy, 0, 0.0, nothing)
     first.at_work.set()
 
     def check() -> None:
         raise RankFailedError("rank 1 has failed")
 
     with pytest.raises(RankFailedError, match="rank 1"):
-        turn.take(second, 0, 20.0, check)
+        turn.take(second.busy, 0, 20.0, check)

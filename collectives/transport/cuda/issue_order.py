@@ -9,19 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from collectives.transport import backoff
 
 _NAP = 50e-6
 """Seconds between polls of the GPU, which does not notify this thread."""
-
-
-class Holder(Protocol):
-    """A holder of the turn: a world's device backend."""
-
-    def busy(self) -> bool:
-        """Whether work that it has issued, or is issuing, is incomplete."""
 
 
 class Turn:
@@ -35,12 +27,13 @@ class Turn:
     def __init__(self) -> None:
         self.needed = self.reported = False
         self._lock = threading.Lock()
-        self._holder: Holder | None = None
+        self._busy: Callable[[], bool] | None = None
 
-    def take(self, holder: Holder, rank: int, timeout: float, check: Callable[[], None]) -> None:
-        """Take the turn; the holder keeps it until another one takes it while the holder is not busy.
+    def take(self, busy: Callable[[], bool], rank: int, timeout: float, check: Callable[[], None]) -> None:
+        """Take the turn; a world keeps it until another one takes it while the former is not busy.
 
         Args:
+            busy: whether work that the world has issued, or is issuing, is incomplete.
             timeout: seconds to wait for another world's work.
             check: raises if a peer has failed; called now and then.
 
@@ -48,7 +41,7 @@ class Turn:
             CollectiveTimeoutError: another world's work did not end in time.
         """
         backoff.wait(
-            lambda: self._taken(holder),
+            lambda: self._taken(busy),
             lambda deep: check() if deep else None,
             timeout,
             lambda: (
@@ -59,9 +52,9 @@ class Turn:
             longest=_NAP,
         )
 
-    def _taken(self, holder: Holder) -> bool:
+    def _taken(self, busy: Callable[[], bool]) -> bool:
         with self._lock:
-            if self._holder is None or self._holder is holder or not self._holder.busy():
-                self._holder = holder
+            if self._busy is None or self._busy == busy or not self._busy():
+                self._busy = busy
                 return True
             return False

@@ -13,7 +13,7 @@ from collectives.cuda.completion import Completion, Events, Wait
 from collectives.cuda.launches import Stage
 from collectives.device.protocol import Array, Device
 from collectives.transport.base import MessageTransport
-from collectives.transport.cuda.nccl import NcclGroup
+from collectives.transport.cuda import nccl
 from collectives.transport.cuda.nccl_library import NcclCommunicator
 
 _PIECE = 4 << 20
@@ -31,7 +31,7 @@ class NcclMessages:
         """Receive and send all messages of a stage at once, ordered on ``stream`` like any other work; ``table``: of
         addresses, see `launches`."""
         communicator, addresses = self._communicator, table.tolist()
-        with NcclGroup(communicator):
+        with nccl.group(communicator):
             for message in stage.receives:
                 entry, offset = message.location
                 communicator.receive(addresses[entry] + offset, message.count, dtype, message.peer, stream)
@@ -72,7 +72,7 @@ class StagedMessages:
             """Piece ``number`` of a message: its device address and its host memory, which is empty beyond the end."""
             at = number * piece
             length = min(piece, messages[index].count * itemsize - at)
-            return begins[index] + at, banks[number % _BANKS][index][: max(0, length)]
+            return begins[index] + at, banks[number % _BANKS, index, : max(0, length)]
 
         def fetch(number: int) -> None:
             bank = number % _BANKS
@@ -104,18 +104,14 @@ class StagedMessages:
                     device.copy(at, host.ctypes.data, host.size, stream)
             self._stored[bank] = Completion(self._events, stream)
 
-    def _banks(self, messages: int, piece: int) -> list[list[Array]]:
-        """Two banks, each with memory for one piece of every message."""
+    def _banks(self, messages: int, piece: int) -> Array:
+        """Two banks, each with memory for one piece of every message: bytes, of shape (banks, messages, piece)."""
         step = -(-piece // 256) * 256
         if self._staging.nbytes < _BANKS * messages * step:
             for stored in self._stored:
                 self._finish(stored)
             self._staging = self._device.pinned(_BANKS * messages * step)
-        at = iter(range(0, _BANKS * messages * step, step))
-        return [
-            [self._staging[begin : begin + piece] for _, begin in zip(range(messages), at, strict=False)]
-            for _ in range(_BANKS)
-        ]
+        return self._staging[: _BANKS * messages * step].reshape(_BANKS, messages, step)[:, :, :piece]
 
     def _finish(self, completion: Completion | None) -> None:
         if completion is not None:

@@ -5,6 +5,9 @@ The tests have a library and communicators of their own, with the methods of `nc
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 
 from collectives.base.bounded_call import TimeIsUpError, within
@@ -13,23 +16,17 @@ from collectives.device.protocol import Device
 from collectives.transport.cuda.nccl_library import NcclCommunicator, NcclLibrary
 
 
-class NcclGroup:
-    """Context manager of an NCCL group, which is ended in any case; the first error is raised."""
-
-    __slots__ = ("_communicator",)
-
-    def __init__(self, communicator: NcclCommunicator) -> None:
-        self._communicator = communicator
-
-    def __enter__(self) -> None:
-        self._communicator.begin_group()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            self._communicator.end_group()
-        except TransportError:
-            if error is None:
-                raise
+@contextlib.contextmanager
+def group(communicator: NcclCommunicator) -> Iterator[None]:
+    """An NCCL group, which is ended in any case; the first error is raised."""
+    communicator.begin_group()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(TransportError):
+            communicator.end_group()
+        raise
+    communicator.end_group()
 
 
 _library = NcclLibrary()
@@ -68,7 +65,7 @@ def warm_up(communicator: NcclCommunicator, device: Device, scratch: int, stream
 
     def talk() -> None:
         device.activate()
-        with NcclGroup(communicator):
+        with group(communicator):
             for distance in range(1, size):
                 to, origin = (rank + distance) % size, (rank - distance) % size
                 communicator.send(scratch + to, 1, _BYTE, to, stream)

@@ -7,7 +7,7 @@ it reduces as this package does: see `reduces`.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,30 +22,25 @@ _INT8, _UINT8, _INT32, _UINT32, _INT64, _UINT64, _FLOAT16, _FLOAT32, _FLOAT64, _
 _REDUCTIONS = {Op.SUM: 0, Op.PRODUCT: 1, Op.MAX: 2, Op.MIN: 3}
 
 
-class Word(NamedTuple):
-    """An NCCL element type and the number of such elements per element of a dtype."""
-
-    code: int
-    """ncclDataType_t."""
-    per_element: int
-
+Word = tuple[int, int]
+"""An NCCL element type (ncclDataType_t), and the number of such elements per element of a dtype."""
 
 _WORDS = {
-    "bool": Word(_UINT8, 1),
-    "int8": Word(_INT8, 1),
-    "int16": Word(_UINT8, 2),
-    "int32": Word(_INT32, 1),
-    "int64": Word(_INT64, 1),
-    "uint8": Word(_UINT8, 1),
-    "uint16": Word(_UINT8, 2),
-    "uint32": Word(_UINT32, 1),
-    "uint64": Word(_UINT64, 1),
-    "float16": Word(_FLOAT16, 1),
-    "bfloat16": Word(_BFLOAT16, 1),
-    "float32": Word(_FLOAT32, 1),
-    "float64": Word(_FLOAT64, 1),
-    "complex64": Word(_FLOAT32, 2),
-    "complex128": Word(_FLOAT64, 2),
+    "bool": (_UINT8, 1),
+    "int8": (_INT8, 1),
+    "int16": (_UINT8, 2),
+    "int32": (_INT32, 1),
+    "int64": (_INT64, 1),
+    "uint8": (_UINT8, 1),
+    "uint16": (_UINT8, 2),
+    "uint32": (_UINT32, 1),
+    "uint64": (_UINT64, 1),
+    "float16": (_FLOAT16, 1),
+    "bfloat16": (_BFLOAT16, 1),
+    "float32": (_FLOAT32, 1),
+    "float64": (_FLOAT64, 1),
+    "complex64": (_FLOAT32, 2),
+    "complex128": (_FLOAT64, 2),
 }
 
 

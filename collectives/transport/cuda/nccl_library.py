@@ -137,7 +137,7 @@ class NcclCommunicator:
 
     def end_group(self) -> None:
         """End the group, in the thread that began it, even after an error or an abort: the group belongs to the thread,
-        and would defer all its later calls. `nccl.NcclGroup` does so."""
+        and would defer all its later calls. `nccl.group` does so."""
         try:
             self._told("groupEnd", self._binding.groupEnd)
         finally:

@@ -31,7 +31,7 @@ Program = Callable[[World, EmulatedMaker], Any]
 
 
 @contextlib.contextmanager
-def emulated(count: int = 1, *, library: nccl.Library | None = None, **options: Any) -> Iterator[EmulatedProvider]:
+def emulated(count: int = 1, *, library: Any = None, **options: Any) -> Iterator[EmulatedProvider]:
     """Context manager in which devices, and NCCL among threads, are emulated.
 
     Args:

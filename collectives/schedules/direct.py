@@ -59,12 +59,8 @@ def one_shot(rank: int, size: int) -> Schedule:
 def reducescatter(rank: int, size: int) -> Schedule:
     """Reduce-scatter: rank r ends with the whole of chunk r. One round, (N-1)/N * S bytes per rank."""
     others = _others(rank, size)
-    steps = (
-        (*(send(peer, peer) for peer in others), *(reduce(peer, rank) for peer in others))
-        if others
-        else (copy(rank, 0),)
-    )
-    return Schedule("reducescatter", "direct", rank, size, size, (steps,))
+    steps = (*(send(peer, peer) for peer in others), *(reduce(peer, rank) for peer in others))
+    return Schedule("reducescatter", "direct", rank, size, size, (steps or (copy(rank, 0),),))
 
 
 def allgather(rank: int, size: int) -> Schedule:

@@ -192,20 +192,20 @@ class Arena:
         """Give all memory that is not in use back to the system; returns its bytes, as far as they are known."""
         if not self._lock.acquire(True, self._wait):
             return 0
-        released = 0
         try:
-            if not self._busy:
-                self._busy = True
-                try:
-                    self._settle()
-                    self._merge()
-                    released = self._trim(0)
-                    self._end([piece for piece in self._open if not piece.used])
-                finally:
-                    self._busy = False
+            if self._busy:
+                return 0
+            self._busy = True
+            try:
+                self._settle()
+                self._merge()
+                released = self._trim(0)
+                self._end([piece for piece in self._open if not piece.used])
+                return released
+            finally:
+                self._busy = False
         finally:
             self._lock.release()
-        return released
 
     # ---- blocks
 

@@ -25,8 +25,7 @@ class Call(Generic[_Result]):
     lock taken.
 
     Attributes:
-        finished: whether ``result`` or ``error`` is there.
-        result, error: what the function returned or raised.
+        finished: whether ``result`` or ``error`` is what the function returned or raised.
     """
 
     def __init__(self, function: Callable[[], _Result]) -> None:

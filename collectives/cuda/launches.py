@@ -105,10 +105,8 @@ class DevicePlan:
         partners: the peers whose memory this rank's kernels access, or that access this rank's.
         leave: peers, and the group after which each accesses this rank's memory no more.
         window_bytes, scratch_bytes: memory that the plan needs besides input and output.
-        messages: whether there are any.
         reached: the peers' memory that this rank's kernels access.
         least_words: the smallest number of words with which every rank enters the negotiation round.
-        description: for logs.
         captures: number of captures into a graph so far; the same on every rank.
         placed: the table of addresses that the launches have at present.
     """
@@ -248,11 +246,7 @@ class LaunchBinder:
 
     def _add(self, launches: list[list[Job]], action: Action, segment: int, arrival: Location | None) -> None:
         """Add the action as a job, or as a further source of the job before it; in a new launch if it must run after
-        that job.
-
-        Args:
-            arrival: where the message that the action reduces has arrived; None if it reduces none.
-        """
+        that job. A message that it reduces has arrived at ``arrival``."""
         count, target = self._count(action, segment), self._target(action, segment)
         assert action.target is not None
         if action.also is not None:

@@ -29,7 +29,7 @@ class CachedDeviceRequest(CachedRequest):
     """One request for device tensors.
 
     Attributes:
-        host: the request with the same arguments for host memory.
+        host: the request for host memory.
         wire: the dtype in which elements travel.
         scale, divide: the scalings of the elements before they travel, and of the result; None: unscaled.
         packs: whether it travels in a buffer even when it is alone.

@@ -91,13 +91,10 @@ class Transfer:
         self._back: tuple[DeviceBlock, DeviceBlock] | None = None
 
     def prepare(self, plan: DevicePlan, source: DeviceBlock, out: DeviceBlock, *, replayed: bool) -> Sequence[int]:
-        """Describe this rank's blocks; called when the work that peers will read has been enqueued.
+        """See `paths`.
 
         Args:
             replayed: the plan uses only NCCL, on all ranks, and may be replayed as a graph.
-
-        Returns:
-            The words with which this rank enters the negotiation round.
         """
         own = self._table[entry_of(self._rank, Space.INPUT) :]
         self._back = None
@@ -160,11 +157,8 @@ class Transfer:
         return words
 
     def _shared(self, name: str, block: DeviceBlock, *, copies: bool) -> tuple[int, Sequence[int]]:
-        """The address of the block, or of a buffer in place of it that can be shared, and its words.
-
-        Args:
-            copies: whether the block's contents are copied to the buffer.
-        """
+        """The address of the block, or of a buffer in place of it that can be shared, and its words; ``copies``: the
+        block's contents, to the buffer."""
         if not block.nbytes:
             return block.address, _NOWHERE
         try:

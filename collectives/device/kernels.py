@@ -119,7 +119,6 @@ class Kernels:
         Args:
             op: combines two sources (an average is a sum here, which ``scaling`` completes); None: every job has one
                 source.
-            dtype: of all sources and targets.
             shape: the numbers of sources (1 to 8), targets (1 to 8) and elements of each job.
             scaling: of every result, from `finish` or `prescale`; None: unscaled.
 

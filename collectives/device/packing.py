@@ -38,13 +38,9 @@ class Packing:
     same stream: a table of addresses is overwritten in the order of its uses.
 
     Args:
-        device: that has the tensors and the buffer.
-        kernels: of this device.
         counts: elements of each tensor.
-        dtype: of the tensors.
-        wire: of the buffer: ``dtype``, or for float32 and float64 a half.
-        prescale: scaling when packing, or None.
-        finish: scaling when unpacking, or None.
+        wire: the buffer's dtype: that of the tensors, or for float32 and float64 a half.
+        prescale, finish: scaling when packing and when unpacking, or None.
 
     Attributes:
         offsets: int64, where each tensor begins in the buffer, in elements.

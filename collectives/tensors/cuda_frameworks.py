@@ -78,10 +78,8 @@ class Framework:
         return result, result.__cuda_array_interface__["data"][0]
 
     def wrap(self, result: Any, dtype: np.dtype[Any], device: Device, made_on: int, used_on: int) -> Any:
-        """Convert a result of `empty` to the caller's type.
-
-        All work that fills it must be ordered before stream ``used_on``.
-        """
+        """Convert a result of `empty`, which is filled before the later work of stream ``used_on``, to the caller's
+        type."""
         if self._from_dlpack is None:
             return result
         with active(device):
@@ -142,10 +140,8 @@ class Torch(Framework):
         return result
 
     def _keep(self, tensor: Any, device: Device, made_on: int, used_on: int) -> None:
-        """Tell torch's allocator of the second stream that uses a tensor.
-
-        torch reuses freed memory in the order of the stream that it was allocated on.
-        """
+        """Tell torch's allocator of the second stream that uses a tensor: it reuses freed memory in the order of the
+        stream that this was allocated on."""
         if used_on != made_on:
             tensor.record_stream(self._stream(used_on, device.index))
 
@@ -233,10 +229,8 @@ class Jax(Framework):
 
 
 class TensorFlow(Framework):
-    """TensorFlow's tensors are immutable, and its stream is not accessible.
-
-    TensorFlow synchronizes before it exports; imports are synchronized here.
-    """
+    """TensorFlow's tensors are immutable, and its stream is not accessible: it synchronizes before it exports, and
+    imports are synchronized here."""
 
     def read(self, tensor: Any, argument: str, provider: CupyProvider, passed_stream: int | None) -> TensorMemory:
         tensorflow: Any = sys.modules["tensorflow"]

@@ -15,27 +15,20 @@ from collectives.tensors import detection, dlpack, streams
 
 
 class TensorMemory(NamedTuple):
-    """A tensor's memory on a GPU.
-
-    Attributes:
-        address: of the first element.
-        shape: the tensor's shape.
-        strides: in bytes; None: contiguous.
-        dtype: not checked yet.
-        device: of the memory.
-        writable: whether in-place operations may write to it.
-        stream: the memory may be read after this stream's work.
-        memory: keeps the memory alive.
-    """
+    """A tensor's memory on a GPU."""
 
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
+    """In bytes; None: contiguous."""
     dtype: np.dtype[Any]
+    """Not checked yet."""
     device: Device
     writable: bool
     stream: int
+    """The memory may be read after this stream's work."""
     memory: Any
+    """Keeps the memory alive."""
 
 
 def by_dlpack(

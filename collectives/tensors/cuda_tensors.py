@@ -69,24 +69,17 @@ class DeviceView:
         self.writable = tensor.writable
         self._framework = framework
         self._tensor_memory = tensor
-        self._copy = array.owner
         self._stream_passed = stream_passed
 
     def current_stream(self) -> int:
-        """The stream before whose later work a result must be ready.
-
-        This is the stream that the caller passed, else the framework's current stream in the calling thread; raises as
-        `streams.usable`.
-        """
+        """The stream before whose later work a result must be ready: the one that the caller passed, else the
+        framework's current one in the calling thread; raises as `streams.usable`."""
         return self.stream if self._stream_passed else streams.usable(self._framework.current_stream(self.device))
 
     def store(self) -> None:
-        """Copy ``array`` into the caller's tensor after an in-place operation; does nothing if they share memory.
-
-        The copy runs on `current_stream`, which must already wait for the operation.
-        """
+        """As `arrays.View.store`, on `current_stream`, which must already wait for the operation."""
         if self.copied and self.writable:
-            self._framework.store(self._tensor_memory, self._copy, self.current_stream())
+            self._framework.store(self._tensor_memory, self.array.owner, self.current_stream())
 
     def extent(self, writes: bool) -> Extent:
         """As `collectives.tensors.arrays.View.extent`."""
@@ -98,7 +91,7 @@ class DeviceView:
     def detach(self) -> None:
         """Replace ``array`` by a copy, made on ``stream``, which ``store`` writes back."""
         with active(self.device):
-            self._copy, array = self.empty(self.shape)
+            _, array = self.empty(self.shape)
             self.device.copy(array.address, self.array.address, self.nbytes, self.stream)
         self.array, self.copied = array, True
 
@@ -119,12 +112,8 @@ class DeviceView:
         return elements.view(self.dtype)
 
     def fill_from_host(self, values: Array, into: DeviceArray | None = None) -> None:
-        """Copy elements from the host on `current_stream`, and wait for the copy.
-
-        Args:
-            values: 1-D and contiguous.
-            into: where to; None: the first elements of ``array``.
-        """
+        """Copy elements, 1-D and contiguous, from the host on `current_stream`, and wait for the copy: to the first
+        elements of ``array``, or of ``into``."""
         target = self.array if into is None else into
         with active(self.device):
             stream = self.current_stream()
@@ -135,14 +124,8 @@ class DeviceView:
             self.device.drain(stream)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None) -> tuple[Any, DeviceArray]:
-        """Allocate a result.
-
-        Its memory may have been used before: it may be written after the work enqueued on ``stream`` until this
-        returns.
-
-        Args:
-            shape: of the result.
-            dtype: of its elements; None: the tensor's.
+        """Allocate a result, of the tensor's dtype unless another is passed. Its memory may have been used before: it
+        may be written after the work enqueued on ``stream`` until this returns.
 
         Returns:
             The argument of `wrap`, and its elements.
@@ -152,32 +135,24 @@ class DeviceView:
         return result, DeviceArray(address, math.prod(shape), kind, self.device, result)
 
     def wrap(self, result: Any, dtype: np.dtype[Any] | None = None) -> Any:
-        """Convert a result to the caller's type; `current_stream` must already wait for the operation that fills it.
-
-        Args:
-            result: the first value that `empty` returned.
-            dtype: as passed to `empty`.
-        """
+        """Convert a result of `empty`, with the dtype that was passed there, to the caller's type; `current_stream`
+        must already wait for the operation that fills it."""
         return self._framework.wrap(
             result, self.dtype if dtype is None else dtype, self.device, self.stream, self.current_stream()
         )
 
 
 def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, stream: Any = None) -> DeviceView:
-    """View a tensor on a GPU, without a copy if possible.
+    """View a tensor on a GPU, without a copy if possible; as `collectives.tensors.arrays.view`.
 
     Args:
         tensor: a torch tensor, a CuPy array, or anything on an NVIDIA GPU with DLPack (jax, TensorFlow, ...) or
             ``__cuda_array_interface__`` (numba, ...). Any shape and strides.
-        argument: its name in messages.
-        writable: whether an in-place operation will write to it.
         stream: the tensor is read after this stream's work, and results are ready before its later work; any form that
             `streams.handle` accepts; None: the framework's current stream.
 
     Raises:
-        InvalidTypeError: an unsupported type or dtype, or memory not of an NVIDIA GPU.
-        InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap; or an unusable stream.
-        MissingDependencyError: GPUs cannot be used here; the message says what is missing.
+        InvalidArgumentError: also for an unusable stream.
     """
     passed_stream = None if stream is None else streams.usable(streams.handle(stream))
     framework = cuda_frameworks.of(tensor)

@@ -67,26 +67,19 @@ _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_cha
 
 
 class ExportedTensor(NamedTuple):
-    """The contents of a capsule.
-
-    Attributes:
-        address: of the first element.
-        shape: the tensor's shape.
-        strides: in bytes; None: C order.
-        dtype: a supported dtype.
-        kind, number: DLPack's device type and device number.
-        read_only: whether the exporter forbids writing.
-        capsule: keeps the memory alive.
-    """
-
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
+    """In bytes; None: C order."""
     dtype: np.dtype[Any]
+    """A supported dtype."""
     kind: int
+    """DLPack's type of the device."""
     number: int
+    """Of the device."""
     read_only: bool
     capsule: Any
+    """Keeps the memory alive."""
 
 
 def read(capsule: Any, *, argument: str = "tensor") -> ExportedTensor:
@@ -106,7 +99,7 @@ def read(capsule: Any, *, argument: str = "tensor") -> ExportedTensor:
 
 
 def structure(capsule: Any, argument: str) -> tuple[_DLTensor, int]:
-    """Return the structure in a capsule, which lives as long as the capsule, and its flags."""
+    """The structure in a capsule, which lives as long as the capsule, and its flags."""
     if _is_valid(capsule, b"dltensor_versioned"):
         versioned = _DLManagedTensorVersioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
         if versioned.major > VERSION[0]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array as array_module
 import ctypes
 import mmap
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -62,38 +61,13 @@ def test_bfloat16_arrays_are_taken_as_they_are() -> None:
     assert not found.copied and shares(found, tensor)
 
 
-def layouts() -> list[Any]:
-    base = np.arange(2 * 6 * 8).reshape(2, 6, 8)
-    swapped = base.astype(base.dtype.newbyteorder())
-    unaligned = np.zeros(base.nbytes + 1, np.uint8)[1:].view(base.dtype).reshape(base.shape)
-    unaligned[...] = base
-    return [
-        pytest.param(base[:, ::2, 1:], id="strided"),
-        pytest.param(base[::-1, :, ::-3], id="negative strides"),
-        pytest.param(base.transpose(2, 0, 1), id="transposed"),
-        pytest.param(np.asfortranarray(base), id="Fortran order"),
-        pytest.param(swapped, id="byte-swapped"),
-        pytest.param(swapped[:, 1::2], id="byte-swapped and strided"),
-        pytest.param(unaligned, id="unaligned"),
-        pytest.param(base[:, :, 3], id="column"),
-    ]
-
-
-@pytest.mark.parametrize("tensor", layouts())
-def test_other_layouts_are_copied_in_c_order_and_stored_back(tensor: np.ndarray[Any, Any]) -> None:
-    memory = tensor.copy(order="K")
-    tensor = tensor.copy() if tensor.base is None and not tensor.flags.c_contiguous else tensor
+def test_an_unaligned_array_is_copied_and_stored_back() -> None:
+    tensor = np.zeros(97, np.uint8)[1:].view(np.int64)
     found = view(tensor, writable=True)
     check(found)
-    assert found.shape == memory.shape
-    np.testing.assert_array_equal(found.array.reshape(found.shape), memory)
-    assert found.copied == (not shares(found, tensor))
-    found.array *= -2
+    found.array[:] = np.arange(12)
     found.store()
-    np.testing.assert_array_equal(tensor, memory * -2)
-    result = np.ones(3, found.dtype)
-    assert found.wrap(result) is result
-    tensor[...] = memory  # other cases look at the same base
+    assert found.copied and tensor.tolist() == list(range(12))
 
 
 @given(data=st.data())
@@ -112,6 +86,8 @@ def test_any_slicing_and_transposing_reads_and_stores_like_numpy(data: st.DataOb
     found = view(tensor, writable=True)
     check(found)
     np.testing.assert_array_equal(found.array.reshape(found.shape), wanted)
+    assert not tensor.size or found.copied == (not shares(found, tensor))
+    assert found.wrap(result := np.ones(3, found.dtype)) is result
     found.array += 1
     found.store()
     np.testing.assert_array_equal(tensor, wanted + 1)
@@ -534,14 +510,3 @@ def test_tensorflow_tensors_are_read_and_made_anew(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match="read-only"):
         view(tensor, writable=True)
     assert isinstance(view(tensorflow.Variable(tensor)).wrap(np.ones((2, 3), found.dtype)), tensorflow.Tensor)
-
-
-@pytest.mark.parametrize("module", ["base.dtypes", "tensors.arrays", "tensors.reduction", "tensors.result_pool"])
-def test_importing_and_using_the_door_imports_no_framework(module: str) -> None:
-    program = (
-        f"import sys, collectives.{module}, numpy\nfrom collectives.tensors.arrays import view\n"
-        "view(numpy.zeros(3)); view(1.0); view(bytearray(3))\n"
-        "loaded = {'torch', 'jax', 'jaxlib', 'tensorflow', 'cupy', 'numkong', 'ml_dtypes'} & set(sys.modules)\n"
-        "assert not loaded, loaded\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from collectives.base.config import Config
-from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
+from collectives.base.errors import InvalidArgumentError, RankFailedError
 from collectives.engine.callers import Callers
 from collectives.engine.failure import FailureHandler
 from collectives.engine.handles import Handle
@@ -39,17 +39,6 @@ def submitted(*handles: Handle) -> Submissions:
 # ---- submissions
 
 
-def test_a_name_in_flight_is_refused_until_its_operation_is_complete() -> None:
-    first = operation("a")
-    submissions = submitted(first)
-    with pytest.raises(InvalidArgumentError, match="rank 3: tensor 'a': an operation of this name is in flight"):
-        submissions.add(operation("a"))
-    submissions.collect()
-    submissions.complete([first])
-    assert first.result == "a" and not submissions.has_work()
-    assert submissions.add(operation("a")) is None
-
-
 def test_an_operation_waits_for_the_mark_of_a_refused_call_of_its_name() -> None:
     mark, operation_after = operation("a", collective="invalid"), operation("a")
     submissions = submitted(mark, operation_after)
@@ -60,39 +49,7 @@ def test_an_operation_waits_for_the_mark_of_a_refused_call_of_its_name() -> None
     assert submissions.pending == {"a": operation_after}
 
 
-def test_a_list_ends_where_its_bytes_reach_the_limit() -> None:
-    handles = [operation(nbytes=nbytes) for nbytes in (10, 20, 70, 5)]
-    submissions = submitted(*handles)
-    submissions.collect()
-    assert submissions.next_list(100) == handles[:3]
-    assert submissions.next_list(1000) == handles
-
-
-def test_a_refusal_fails_what_is_in_flight_and_every_further_call() -> None:
-    collected, waiting = operation("a"), operation()
-    submissions = submitted(collected)
-    submissions.collect()
-    submissions.add(waiting)
-    submissions.refuse(lambda: RankFailedError("over"))
-    assert isinstance(collected.error, RankFailedError) and isinstance(waiting.error, RankFailedError)
-    with pytest.raises(RankFailedError, match="over"):
-        submissions.add(operation())
-    assert "refusal" in submissions.obstacles
-
-
 # ---- callers
-
-
-def test_a_rank_is_stuck_when_every_caller_waits_for_something_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
-    callers = Callers(ranks_are_threads=False)
-    callers.note()
-    assert not callers.stuck()
-    handle = operation("a")
-    callers.awaited.append(handle)
-    assert callers.stuck()
-    handle.finish()
-    assert not callers.stuck()
 
 
 def test_the_threads_that_serve_the_network_submit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +72,12 @@ def test_the_threads_that_serve_the_network_submit_nothing(monkeypatch: pytest.M
 
 
 class OneRank:
-    """Stands in for the coordinator, for a rank that needs no other: completes what is submitted, once ``ready``."""
+    """Stands in for the coordinator, for a rank that needs no other: completes what is submitted."""
 
-    def __init__(self, submissions: Submissions, ready: bool = True) -> None:
-        self.ready = ready
+    def __init__(self, submissions: Submissions) -> None:
         self.open: Any = None
         self.threshold = 1 << 20
         self.names = (0,)
-        self.drivers: set[threading.Thread] = set()
         self.context = SimpleNamespace(timeline=None, group=SimpleNamespace(messages=None))
         self.joining = None
         self.control = SimpleNamespace(
@@ -136,13 +91,12 @@ class OneRank:
         self._submissions = submissions
 
     def has_reason_to_propose(self) -> bool:
-        return self.ready
+        return True
 
     def propose(self) -> bool:
         self._submissions.collect()
-        self.drivers.add(threading.current_thread())
-        self.open = ([], None) if self.ready else None
-        return self.ready
+        self.open = ([], None)
+        return True
 
     def carry_out(self) -> None:
         self._submissions.complete(list(self._submissions.pending.values()))
@@ -156,27 +110,16 @@ class OneRank:
         """It is alone."""
 
 
-def driven(ready: bool = True) -> tuple[Progress, Submissions, OneRank]:
+def driven() -> tuple[Progress, Submissions]:
     submissions, callers = Submissions(0, InFlight()), Callers(ranks_are_threads=False)
-    coordinator: Any = OneRank(submissions, ready)
+    coordinator: Any = OneRank(submissions)
     failure = FailureHandler(coordinator, submissions, callers, 0)
-    return Progress(coordinator, submissions, callers, failure, Config(cycle_time=1), 0), submissions, coordinator
-
-
-def test_a_wait_ends_at_its_timeout_and_may_be_repeated() -> None:
-    progress, submissions, coordinator = driven(ready=False)
-    handle = operation("a")
-    submissions.add(handle)
-    with pytest.raises(CollectiveTimeoutError, match=r"rank 0: a: not done after 0\.02 s"):
-        progress.wait(handle, 0.02)
-    coordinator.ready = True
-    progress.wait(handle, 10)
-    assert handle.done
+    return Progress(coordinator, submissions, callers, failure, Config(cycle_time=1), 0), submissions
 
 
 @pytest.mark.parametrize("held", [False, True])
 def test_waits_go_on_after_an_interrupt_in_the_end_of_the_engine(monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
-    progress, submissions, _ = driven()
+    progress, submissions = driven()
     lock = progress.lock
 
     class Interrupted:
@@ -201,7 +144,7 @@ def test_waits_go_on_after_an_interrupt_in_the_end_of_the_engine(monkeypatch: py
 
 
 def test_a_wait_that_is_interrupted_at_its_beginning_is_none_any_more() -> None:
-    progress, submissions, _ = driven()
+    progress, submissions = driven()
 
     class Interrupted(list[Handle]):
         def append(self, handle: Handle) -> None:
@@ -217,12 +160,12 @@ def test_a_wait_that_is_interrupted_at_its_beginning_is_none_any_more() -> None:
 
 
 def test_what_was_submitted_is_carried_out_although_the_engine_is_dropped() -> None:
-    progress, submissions, _ = driven()
+    progress, submissions = driven()
     handle = operation("a")
     submissions.add(handle)
     end = weakref.ref(progress)
     progress.wake()
-    del progress, _
+    del progress
     gc.collect()
     deadline = time.monotonic() + 10
     while not handle.done or end() is not None:
@@ -242,44 +185,3 @@ def test_memory_of_a_call_without_handle_is_kept_if_its_signal_handler_shut_the_
     del tensor
     gc.collect()
     assert reference() is not None
-
-
-def test_a_failure_while_driving_ends_everything() -> None:
-    progress, submissions, coordinator = driven()
-
-    def carry_out() -> None:
-        raise ZeroDivisionError("by zero")
-
-    coordinator.carry_out = carry_out  # type: ignore[method-assign]
-    handle = operation("a")
-    submissions.add(handle)
-    with pytest.raises(ZeroDivisionError):
-        progress.wait(handle)
-    assert isinstance(handle.error, RankFailedError) and "by zero" in str(handle.error)
-    with pytest.raises(RankFailedError, match="has failed in an earlier call"):
-        submissions.add(operation())
-
-
-def test_pausing_stops_the_thread_that_drives() -> None:
-    progress, submissions, _ = driven(ready=False)
-    handle = operation("a")
-    submissions.add(handle)
-    caught: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            progress.wait(handle)
-        except BaseException as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    while not progress.driving:
-        time.sleep(0.001)
-    with progress.paused(10):
-        assert progress.drives()
-        submissions.refuse(lambda: RankFailedError("shut down"))
-    thread.join(10)
-    assert not thread.is_alive() and isinstance(handle.error, RankFailedError)
-    # Raised by the wait itself if the thread drove once more before it saw that its operation had failed.
-    assert [type(error) for error in caught] in ([], [RankFailedError])

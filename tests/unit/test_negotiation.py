@@ -1,22 +1,24 @@
-"""What ranks conclude from what they have: alike on all of them, whatever order they submit in."""
+"""Requests: their words, signatures, texts and messages. What ranks conclude from them: test_coordinator.py."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+from typing import Any
 
-from hypothesis import given, settings
+import numpy as np
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.engine import negotiation
 from collectives.engine.negotiation import Frame, Ledger, Request
+from collectives.transport.threads import thread_groups
+from collectives.worlds.world import World
 
 
 def request(name: str | None, shape: tuple[int, ...] = (4,), **more: object) -> Request:
     return Request("allreduce", name, "float32", shape, op="sum", **more)  # type: ignore[arg-type]
-
-
-def frame(bits: int = 0, news: bool = False, joined: bool = False, stuck: bool = False) -> Frame:
-    return Frame(bits, news, joined, stuck)
 
 
 @given(st.integers(0, 2**200 - 1), st.booleans(), st.booleans(), st.booleans())
@@ -44,49 +46,6 @@ def test_everything_but_the_detail_is_in_the_signature(field: str) -> None:
     assert (first == second) == (field == "detail")
 
 
-def test_what_all_have_told_is_ready_in_the_order_of_telling() -> None:
-    ledger = Ledger(2, 8)
-    a, b, c = (request(name) for name in "abc")
-    response = ledger.respond([frame(news=True)] * 2, [[("b", b), ("a", a)], [("a", a), ("c", c), ("b", b)]])
-    assert response.ready == [("b", b), ("a", a)] and response.refused == []
-    assert ledger.respond([frame()] * 2, ()).ready == response.ready, "what was not carried out is still ready"
-    ledger.settle("a")
-    ledger.settle("b")
-    response = ledger.respond([frame(news=True)] * 2, [[("c", c)], []])
-    assert response.ready == [("c", c)]
-
-
-def test_what_all_ask_for_differently_is_refused_with_everybodys_request() -> None:
-    ledger = Ledger(2, 8)
-    mine, theirs = request("a"), request("a", (5,))
-    response = ledger.respond([frame(news=True)] * 2, [[("a", mine)], [("a", theirs)]])
-    assert response.ready == [] and response.refused == [("a", [mine, theirs])]
-    assert not ledger.told("a")
-
-
-def test_a_bit_stands_for_what_was_carried_out_before() -> None:
-    ledger = Ledger(2, 8)
-    requests = [(name, request(name), request(name).signature()) for name in "abc"]
-    ledger.remember(requests)
-    positions = [ledger.position(name, signature) for name, _, signature in requests]
-    assert positions == [0, 1, 2]
-    response = ledger.respond([frame(0b110), frame(0b011)], ())
-    assert response.ready == [("b", requests[1][1])]
-
-
-def test_a_shape_that_changes_is_news_and_meets_the_others_bit() -> None:
-    ledger = Ledger(2, 8)
-    old, new = request("a"), request("a", (9,))
-    ledger.remember([("a", old, old.signature())])
-    assert ledger.position("a", new.signature()) is None
-    response = ledger.respond([frame(0b1), frame(0, news=True)], [[], [("a", new)]])
-    assert response.refused == [("a", [old, new])]
-    response = ledger.respond([frame(news=True)] * 2, [[("a", new)], [("a", new)]])
-    assert response.ready == [("a", new)]
-    ledger.remember([("a", new, new.signature())])
-    assert ledger.position("a", new.signature()) == 0 and ledger.position("a", old.signature()) is None
-
-
 def test_the_entry_that_was_not_used_for_longest_makes_room() -> None:
     ledger = Ledger(2, 2)
     a, b, c = ((name, request(name), request(name).signature()) for name in "abc")
@@ -97,48 +56,6 @@ def test_the_entry_that_was_not_used_for_longest_makes_room() -> None:
         and ledger.position("b", b[2]) is None
         and ledger.position("c", c[2]) is not None
     )
-
-
-def test_a_joined_rank_is_not_waited_for() -> None:
-    ledger = Ledger(3, 8)
-    a = request("a")
-    response = ledger.respond([frame(news=True), frame(joined=True), frame(news=True)], [[("a", a)], [], [("a", a)]])
-    assert response.ready == [("a", a)]
-
-
-def test_what_was_carried_out_is_no_longer_told() -> None:
-    """A rank tells; then all propose the same and carry it out. The next time it is new again."""
-    ledger = Ledger(2, 8)
-    a = request("a")
-    assert ledger.respond([frame(news=True), frame()], [[("a", a)], []]).ready == []
-    ledger.settle("a")
-    assert ledger.respond([frame(), frame(news=True)], [[], [("a", a)]]).ready == []
-
-
-@settings(max_examples=200)
-@given(
-    st.lists(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=5, unique=True), max_size=30), st.integers(1, 5)
-)
-def test_caches_stay_alike_although_some_ranks_skip_what_changes_nothing(
-    batches: list[list[str]], capacity: int
-) -> None:
-    careful, quick = Ledger(2, capacity), Ledger(2, capacity)
-    generations: dict[tuple[str, ...], int] = {}
-    for names in batches:
-        requests = [(name, request(name), request(name).signature()) for name in names]
-        careful.remember(requests)
-        careful.remember(requests[:1] if len(names) == 1 else requests)
-        batch = tuple(names)
-        if generations.get(batch) != quick.generation:
-            quick.remember(requests)
-            generations[batch] = quick.generation if len(names) <= capacity else -1
-        if len(names) > capacity:
-            quick.remember(requests)
-        for name in "abcdefg":
-            signature = request(name).signature()
-            assert careful.position(name, signature) == quick.position(name, signature)
-            known = careful.position(name, signature)
-            assert known is None or 0 <= known < capacity
 
 
 def test_messages_name_the_tensor_and_every_ranks_request() -> None:
@@ -163,3 +80,25 @@ def test_ranks_that_wait_for_each_other_are_called_by_their_names() -> None:
     assert "  rank 3: waits for A, for which rank 7, 9 has not asked\n" in text
     assert "B, for which rank 3 has not asked; and for C, for which rank 3, 9 has not asked\n" in text
     assert "  rank 9: waits for nothing\n" in text
+
+
+class Name(str, enum.Enum):
+    LOSS = "loss"
+
+
+@pytest.mark.parametrize("name", [np.str_("loss"), Name.LOSS])
+def test_a_text_counts_by_its_characters(name: Any) -> None:
+    plain, other = Request("allreduce", "loss", algorithm="loss"), Request("allreduce", name, algorithm=name)
+    assert plain == other and plain.signature() == other.signature()
+    assert type(other.name) is str and type(other.algorithm) is str
+
+
+@pytest.mark.parametrize("name", [np.str_("loss"), Name.LOSS])
+def test_ranks_may_name_a_tensor_by_different_kinds_of_str(name: Any) -> None:
+    def run(world: World) -> None:
+        for step in range(3):
+            tensor = np.full(3, world.rank + step, np.float32)
+            assert (world.allreduce_async(tensor, name="loss" if world.rank else name).wait(10) == 0.5 + step).all()
+            assert (world.allreduce(tensor, name=name, prescale_factor=np.float64(2)) == 1 + 2 * step).all()
+
+    thread_groups.run(2, run, make_world=World)

@@ -95,22 +95,6 @@ def test_memory_that_an_operation_in_flight_writes_is_refused_to_another(second:
     thread_groups.run(3, program, make_world=World)
 
 
-def test_memory_may_be_used_again_as_soon_as_the_operation_is_complete() -> None:
-    def program(world: World) -> None:
-        b = mine(world)
-        for factor in range(1, 30):
-            handle = world.allreduce_async_(b, op=Op.MAX, name=f"step {factor % 3}")
-            if factor % 2:
-                handle.wait()
-            else:
-                while not world.poll(handle):
-                    pass
-            np.testing.assert_array_equal(b, np.arange(1.0, 7) * 10.0 ** (world.size - 1))
-        assert not world._in_flight.operations
-
-    thread_groups.run(2, program, make_world=World)
-
-
 def test_failed_and_refused_operations_leave_their_memory() -> None:
     def program(world: World) -> None:
         b = mine(world)
@@ -202,26 +186,6 @@ class Halving:
     @staticmethod
     def decompress(tensor: Any, context: Any) -> Any:
         return tensor * 2
-
-
-def test_broadcasts_from_one_root_share_memory() -> None:
-    """The state of a model with tied weights has one storage under two names."""
-
-    def program(world: World) -> None:
-        for count in (6, 300_000):
-            for root in (0, world.size - 1):
-                b = mine(world, count)
-                parts = {"encoder": b, "decoder": b, "slice": b[1:4], "strided": b[::2]}
-                handles = [world.broadcast_async_(part, root, name=name) for name, part in parts.items()]
-                for handle in handles:
-                    handle.wait()
-                np.testing.assert_array_equal(b, np.arange(1.0, count + 1) * 10.0**root)
-        first = world.broadcast_async_(b := mine(world), 0, name="from 0")
-        world.broadcast_(b.copy(), 1, name="from 1")
-        first.wait()
-        np.testing.assert_array_equal(b, np.arange(1.0, 7))
-
-    on_every_way(program)
 
 
 def test_process_sets_share_the_rule() -> None:

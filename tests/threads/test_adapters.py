@@ -1,4 +1,5 @@
-"""Small tensors that adapters copy into one array are reduced, and compared, as if each travelled alone."""
+"""What the engine offers to adapters: small tensors copied into one array, which are reduced and compared as if each
+travelled alone; results in their memory; and agreement on what no operation compares."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import pytest
 from collectives.base.errors import MismatchError
 from collectives.base.reduce_op import Op
 from collectives.frontends import joined
+from collectives.frontends.agreement import agree
+from collectives.tensors.compression import Compression
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
 
@@ -88,3 +91,39 @@ def test_shapes_are_a_tuple_hashed_once() -> None:
     assert shapes == plain and hash(shapes) == hash(plain) == hash(shapes) and repr(shapes) == repr(plain)
     again = pickle.loads(pickle.dumps(shapes))
     assert again == plain and hash(again) == hash(plain)
+
+
+@pytest.mark.parametrize("compression", [None, Compression.fp16])
+@pytest.mark.parametrize("size", [1, 3])
+def test_results_come_into_the_callers_memory(size: int, compression: Any) -> None:
+    def program(world: World) -> None:
+        given = [np.arange(10, dtype=np.float32) * (world.rank + 1), np.full((40, 1000), world.rank + 1.0, np.float32)]
+        memory = world.memory(16 + 40_000, np.float32)
+        assert memory.ctypes.data % 64 == 0 and memory.shape == (40_016,)
+        out = [memory[:10], memory[16:]]
+        for _ in range(2):
+            memory[:] = -1
+            world.grouped_allreduce(
+                given, op=Op.SUM, name="group", out=out, parts=[((2, 3), (4,)), ()], compression=compression
+            )
+            total = size * (size + 1) / 2
+            assert (
+                np.array_equal(memory[:10], np.arange(10) * total)
+                and np.all(memory[16:] == total)
+                and np.all(memory[10:16] == -1)
+            )
+            assert np.array_equal(given[0], np.arange(10) * (world.rank + 1))
+
+    thread_groups.run(size, program, make_world=World)
+
+
+def test_agreement() -> None:
+    def program(world: World) -> None:
+        agree(world, "start", {"variable 0": "float32", "variable 1": "int64"})
+        mine = {"variable 0": "float32", "variable 1": "int64" if world.rank == 1 else "int32"}
+        with pytest.raises(
+            MismatchError, match="start: variable 1 is not the same on every rank: int32 on ranks 0, 2; int64 on rank 1"
+        ):
+            agree(world, "start", mine)
+
+    thread_groups.run(3, program, make_world=World)

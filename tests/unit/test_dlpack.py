@@ -17,7 +17,7 @@ from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.tensors import dlpack
 from collectives.tensors.cuda_protocols import Export
-from tests.support.emulated.array import lent
+from tests.support.emulated.array import Managed, ManagedVersioned, Tensor, lent, new_capsule
 from tests.support.emulated.cuda import EmulatedArray, EmulatedDevice
 from tests.support.emulated.gate import Gate
 
@@ -31,43 +31,6 @@ def device() -> Iterator[EmulatedDevice]:
     yield made
     assert made.violations == []
     made.close()
-
-
-class Tensor(ctypes.Structure):
-    """DLTensor, as the specification lays it out."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class Managed(ctypes.Structure):
-    _fields_ = (("tensor", Tensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
-
-
-class Versioned(ctypes.Structure):
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", Tensor),
-    )
-
-
-new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
-    ("PyCapsule_New", ctypes.pythonapi)
-)
 
 
 class Made:
@@ -87,12 +50,12 @@ class Made:
         version: tuple[int, int] | None = None,
         flags: int = 0,
     ) -> None:
-        self.numbers = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_int64 * len(shape))(*(strides or shape))
-        self.managed: Any = Managed() if version is None else Versioned(*version, 0, 0, flags)
-        at = [ctypes.addressof(each) if shape else 0 for each in self.numbers]
-        self.managed.tensor = Tensor(
-            data, *place, len(shape), *dtype, at[0], at[1] if strides is not None else 0, offset
-        )
+        numbers = ctypes.c_int64 * len(shape)
+        self.managed: Any = Managed()
+        if version is not None:
+            self.managed = ManagedVersioned(major=version[0], minor=version[1], flags=flags)
+        given = numbers(*shape) if shape else None, None if strides is None else numbers(*strides)
+        self.managed.tensor = Tensor(data, *place, len(shape), *dtype, *given, offset)
         name = b"dltensor" if version is None else b"dltensor_versioned"
         self.kept.append(self)
         self.capsule = new_capsule(ctypes.addressof(self.managed), name, None)

@@ -132,26 +132,6 @@ def test_halves_without_numkong_give_the_same(op: Op, dtype: np.dtype[Any], monk
         assert_same(out, (a.astype(np.float32) * np.float32(0.3)).astype(dtype))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=dtypes.name)
-def test_numkong_is_used_only_if_its_arithmetic_agrees_with_numpy(dtype: np.dtype[Any]) -> None:
-    numkong = pytest.importorskip("numkong")
-    assert halves._agrees(numkong, dtype)
-
-    class Wrong:
-        astype = staticmethod(numkong.astype)
-        from_pointer = staticmethod(numkong.from_pointer)
-
-        @staticmethod
-        def blend(a: Any, b: Any, *rest: Any, out: Any, **options: Any) -> None:
-            numkong.blend(a, b, *rest, out=out, **options)
-            out[0] = 1
-
-    class Old:
-        pass
-
-    assert not halves._agrees(Wrong, dtype) and not halves._agrees(Old, dtype)
-
-
 def test_ranks_as_threads_do_not_share_scratch() -> None:
     dtype, count, failures = BFLOAT16, 50000, []
     start = threading.Barrier(4)

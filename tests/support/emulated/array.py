@@ -174,7 +174,7 @@ def _span(host: Array) -> int:
 # ---- DLPack
 
 
-class _Tensor(ctypes.Structure):
+class Tensor(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -192,18 +192,18 @@ class _Tensor(ctypes.Structure):
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class _Managed(ctypes.Structure):
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
+class Managed(ctypes.Structure):
+    _fields_ = (("tensor", Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 
 
-class _ManagedVersioned(ctypes.Structure):
+class ManagedVersioned(ctypes.Structure):
     _fields_ = (
         ("major", ctypes.c_uint32),
         ("minor", ctypes.c_uint32),
         ("context", ctypes.c_void_p),
         ("deleter", _Deleter),
         ("flags", ctypes.c_uint64),
-        ("tensor", _Tensor),
+        ("tensor", Tensor),
     )
 
 
@@ -211,7 +211,7 @@ _CODES = {"i": 0, "u": 1, "f": 2, "V": 4, "c": 5, "b": 6}
 """V: bfloat16, for which NumPy has no kind."""
 
 # Own prototypes, because the functions of ctypes.pythonapi are shared with all code that sets their argument types.
-_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
@@ -248,7 +248,7 @@ def _lend(array: EmulatedArray, *, versioned: bool) -> Any:
         raise BufferError(f"DLPack has no code for {dtype}")
     shape = (ctypes.c_int64 * ndim)(*array.shape)
     strides = (ctypes.c_int64 * ndim)(*(stride // dtype.itemsize for stride in array.strides))
-    managed = _ManagedVersioned() if versioned else _Managed()
+    managed = ManagedVersioned() if versioned else Managed()
     tensor = managed.tensor
     tensor.data, tensor.device_type, tensor.device_index = array.address, *array.__dlpack_device__()
     tensor.ndim, tensor.code, tensor.bits, tensor.lanes = ndim, _CODES[dtype.kind], 8 * dtype.itemsize, 1
@@ -256,10 +256,10 @@ def _lend(array: EmulatedArray, *, versioned: bool) -> Any:
         ctypes.cast(numbers, ctypes.POINTER(ctypes.c_int64)) for numbers in (shape, strides)
     )
     managed.deleter = _give_back_pointer
-    if isinstance(managed, _ManagedVersioned):
+    if isinstance(managed, ManagedVersioned):
         managed.major, managed.minor = 1, 0
     at = ctypes.addressof(managed)
     _lent[at] = (managed, array, shape, strides)
-    return _new_capsule(
+    return new_capsule(
         at, b"dltensor_versioned" if versioned else b"dltensor", ctypes.cast(_drop_capsule_pointer, ctypes.c_void_p)
     )

@@ -6,11 +6,11 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import shutil
 import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,10 @@ import collectives.device
 from collectives.base.errors import InvalidArgumentError, MissingDependencyError, OutOfMemoryError, TransportError
 from collectives.device import diagnosis, libcuda, selection
 from collectives.device.protocol import Allocation, active
-from tests.support.emulated.fake_cupy import CudaError, FakeCupy, build_library
+from tests.support.emulated.fake_cupy import CudaError, FakeCupy
 
 SOURCE = 'extern "C" __global__ void scale(float* x, float y, float z) { x[threadIdx.x] = x[threadIdx.x] * y + z; }'
 OURS = ("compiler", "cupy_device")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("the driver's stand-in is a C library: needs gcc")
-    return build_library(tmp_path_factory.mktemp("driver"), compiler)
 
 
 @pytest.fixture
@@ -107,7 +99,7 @@ CALLS: list[tuple[Callable[[Any], object], str, tuple[Any, ...]]] = [
 @pytest.mark.parametrize(
     ("do", "name", "arguments"), CALLS, ids=[f"{name}-{index}" for index, (_, name, _) in enumerate(CALLS)]
 )
-def test_a_method_is_one_call(
+def test_a_method_is_one_call_whose_error_is_ours(
     do: Callable[[Any], object], name: str, arguments: tuple[Any, ...], device: Any, cupy: FakeCupy
 ) -> None:
     cupy.calls.clear()
@@ -115,14 +107,6 @@ def test_a_method_is_one_call(
     assert cupy.calls == [(name, arguments)]
     tells = ("streamCreate", "streamIsCapturing", "eventCreate", "ipcGet", "ipcOpen")
     assert result is not None if name.startswith(tells) else result is None
-
-
-@pytest.mark.parametrize(
-    ("do", "name", "arguments"), CALLS, ids=[f"{name}-{index}" for index, (_, name, _) in enumerate(CALLS)]
-)
-def test_an_error_of_cuda_is_ours(
-    do: Callable[[Any], object], name: str, arguments: tuple[Any, ...], device: Any, cupy: FakeCupy
-) -> None:
     cupy.failures[name] = CudaError("cudaErrorIllegalAddress: an illegal memory access was encountered")
     with pytest.raises(
         TransportError, match=r"^GPU 1 \(NVIDIA H200\): cannot .+: cudaErrorIllegalAddress: .*started anew"
@@ -318,18 +302,14 @@ def test_a_kernel_is_compiled_once(device: Any, cupy: FakeCupy) -> None:
     assert len(cupy.called("destroyProgram")) == 1
 
 
+def on_four_threads(ask: Callable[[], Any]) -> list[Any]:
+    begin = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as pool:
+        return [asked.result(10) for asked in [pool.submit(lambda: (begin.wait(10), ask())[1]) for _ in range(4)]]
+
+
 def test_threads_compile_a_kernel_once(device: Any, cupy: FakeCupy) -> None:
-    begin, functions = threading.Barrier(4), []
-
-    def ask() -> None:
-        begin.wait(10)
-        functions.append(device.function(SOURCE, "scale"))
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    functions = on_four_threads(lambda: device.function(SOURCE, "scale"))
     assert len(functions) == 4 and len(set(functions)) == 1
     assert len(cupy.called("compileProgram")) == 1
 
@@ -446,17 +426,7 @@ class Some:
 
 
 def test_the_provider_is_made_once(cupy: FakeCupy, nothing_in_use: None) -> None:
-    begin, found = threading.Barrier(4), []
-
-    def ask() -> None:
-        begin.wait(10)
-        found.append((selection.provider(), selection.provider().device(1)))
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    found = on_four_threads(lambda: (selection.provider(), selection.provider().device(1)))
     assert len(found) == 4 and len(set(map(id, sum(found, ())))) == 2
     provider = selection.provider()
     assert provider.count() == 2

@@ -4,7 +4,6 @@ nothing raises."""
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import pytest
 from collectives.device import diagnosis, libcuda
 from collectives.launch import report
 from collectives.worlds import capabilities
-from tests.support.emulated.fake_cupy import FakeCupy, build_library
+from tests.support.emulated.fake_cupy import FakeCupy
 
 BROKEN = (
     "================================\nFailed to import CuPy.\n\nOriginal error:\n  ImportError: numpy is too "
@@ -91,14 +90,6 @@ class Machine:
         if package not in self.packages:
             raise metadata.PackageNotFoundError(package)
         return self.packages[package]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("the driver's stand-in is a C library: needs gcc")
-    return build_library(tmp_path_factory.mktemp("driver"), compiler)
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ them."""
 from __future__ import annotations
 
 import ctypes
-import gc
-import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -17,7 +15,7 @@ from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.tensors import dlpack
 from collectives.tensors.cuda_protocols import Export
-from tests.support.emulated.array import Managed, ManagedVersioned, Tensor, lent, new_capsule
+from tests.support.emulated.array import Managed, ManagedVersioned, Tensor, new_capsule
 from tests.support.emulated.cuda import EmulatedArray, EmulatedDevice
 from tests.support.emulated.gate import Gate
 
@@ -146,28 +144,6 @@ def test_what_is_no_capsule_or_consumed_is_refused() -> None:
     for given in (capsule, None, 7):
         with pytest.raises(InvalidTypeError, match="expected a DLPack capsule that has not been consumed"):
             dlpack.read(given)
-
-
-# ---- lifetime
-
-
-@pytest.mark.parametrize("version", [None, (1, 0)])
-def test_the_memory_is_given_back_once_when_the_capsule_is_dropped(
-    device: EmulatedDevice, version: tuple[int, int] | None
-) -> None:
-    before = lent()
-    array = EmulatedArray.of(device, np.arange(3.0))
-    gone = weakref.ref(array)
-    found = dlpack.read(array.__dlpack__(max_version=version))
-    del array
-    gc.collect()
-    assert lent() == before + 1 and gone() is not None
-    kept = found.capsule
-    del found
-    assert lent() == before + 1 and gone() is not None
-    del kept
-    gc.collect()
-    assert lent() == before and gone() is None
 
 
 # ---- results for others

@@ -94,19 +94,6 @@ def test_a_hang_costs_one_part_and_leaves_nothing(tmp_path: Path) -> None:
     assert gone(pids_in(file))
 
 
-def test_figures_and_other_results_are_kept(tmp_path: Path) -> None:
-    outcome = run_part(program("published", PUBLISH), 20, tmp_path)
-    assert (outcome.status, outcome.detail) == (PASSED, "the last line")
-    assert [(figure["what"], figure["met"], figure["bar"]) for figure in outcome.result["figures"]] == [
-        ("speed", True, ">= 85"),
-        ("time", False, "<= 60"),
-        ("size", None, ""),
-    ]
-    assert outcome.result["more"] == [1, 2]
-    assert not outcome.good, "a bar was missed"
-    assert "speed" in (tmp_path / "published.log").read_text()
-
-
 @pytest.mark.parametrize(
     ("text", "status", "said"),
     [

@@ -48,15 +48,10 @@ def test_large_ones_are_proved(counts: list[int]) -> None:
 
 @given(shuffled_hosts(most=40))
 @settings(max_examples=60)
-def test_any_hosts_are_proved(hosts: Hosts) -> None:
+def test_any_hosts_are_proved_and_nothing_races(hosts: Hosts) -> None:
     verify(schedules(hosts))
-
-
-@given(shuffled_hosts(most=12))
-@settings(max_examples=40)
-def test_nothing_races(hosts: Hosts) -> None:
-    assert races(schedules(hosts), aliased=True) == []
-    assert races(schedules(hosts), aliased=False) == []
+    if sum(map(len, hosts)) <= 12:
+        assert races(schedules(hosts), aliased=True) == races(schedules(hosts), aliased=False) == []
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -52,10 +52,25 @@ def exchanges(ranks: int) -> list[Callable[[Any], list[Any]]]:
     return [of(rank) for rank in range(ranks)]
 
 
-def meshes(ranks: int, key: bytes | None = None) -> list[Mesh]:
-    with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
-        joining = [pool.submit(Mesh, exchange, rank, key) for rank, exchange in enumerate(exchanges(ranks))]
-        return [mesh.result() for mesh in joining]
+Meshes = Callable[..., list[Mesh]]
+
+
+@pytest.fixture
+def meshes() -> Iterator[Meshes]:
+    """Makes the meshes of so many ranks, which are closed at the end; ``seen``: an exchange as a rank has it."""
+    made: list[Mesh] = []
+
+    def make(ranks: int, key: bytes | None = None, seen: Any = lambda rank, told: told, **options: Any) -> list[Mesh]:
+        with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
+            joining = [
+                pool.submit(Mesh, seen(rank, told), rank, key, **options) for rank, told in enumerate(exchanges(ranks))
+            ]
+            made.extend(mesh := [one.result(20) for one in joining])
+        return mesh
+
+    yield make
+    for mesh in made:
+        mesh.close()
 
 
 @pytest.mark.parametrize("keys", [(None, KEY), (KEY, None)])
@@ -76,34 +91,26 @@ def service() -> Iterator[Service]:
     made.close()
 
 
-def test_ranks_open_channels_to_each_other_in_any_order() -> None:
-    ranks = meshes(4)
-    try:
+def test_ranks_open_channels_to_each_other_in_any_order(meshes: Meshes) -> None:
+    def opens(mesh: Mesh) -> None:
+        order = [peer for peer in range(4) if peer != mesh.rank]
+        for channel in ("first", "second"):
+            socks = {peer: mesh.open(peer, channel, 10) for peer in (order if mesh.rank % 2 else order[::-1])}
+            for peer, sock in socks.items():
+                sock.sendall(f"{channel} {mesh.rank} to {peer}".encode())
+            for peer, sock in socks.items():
+                sock.setblocking(True)
+                assert sock.recv(100).decode() == f"{channel} {peer} to {mesh.rank}"
+                sock.close()
 
-        def opens(mesh: Mesh) -> None:
-            order = [peer for peer in range(4) if peer != mesh.rank]
-            for channel in ("first", "second"):
-                socks = {peer: mesh.open(peer, channel, 10) for peer in (order if mesh.rank % 2 else order[::-1])}
-                for peer, sock in socks.items():
-                    sock.sendall(f"{channel} {mesh.rank} to {peer}".encode())
-                for peer, sock in socks.items():
-                    sock.setblocking(True)
-                    assert sock.recv(100).decode() == f"{channel} {peer} to {mesh.rank}"
-                    sock.close()
-
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            for done in [pool.submit(opens, mesh) for mesh in ranks]:
-                done.result(20)
-    finally:
-        for mesh in ranks:
-            mesh.close()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(opens, mesh) for mesh in meshes(4)]:
+            done.result(20)
 
 
-def test_ranks_of_one_host_listen_on_loopback_alone() -> None:
+def test_ranks_of_one_host_listen_on_loopback_alone(meshes: Meshes) -> None:
     ranks = meshes(2, KEY)
     assert {host for mesh in ranks for host, _ in mesh.addresses} == {network.LOOPBACK}
-    for mesh in ranks:
-        mesh.close()
 
 
 def test_a_rank_that_fails_to_join_listens_no_more() -> None:
@@ -123,7 +130,7 @@ def test_a_rank_that_fails_to_join_listens_no_more() -> None:
     assert kept
 
 
-def test_connections_that_nobody_awaits_are_served() -> None:
+def test_connections_that_nobody_awaits_are_served(meshes: Meshes) -> None:
     ranks = meshes(2, KEY)
     links = [Links(mesh, "group", range(2), 10) for mesh in ranks]
     arrived: concurrent.futures.Future[int] = concurrent.futures.Future()
@@ -131,8 +138,6 @@ def test_connections_that_nobody_awaits_are_served() -> None:
     links[1].serve("post", lambda peer, sock: arrived.set_result(peer))
     assert arrived.result(10) == 0
     early.close()
-    for mesh in ranks:
-        mesh.close()
 
 
 def test_connections_are_taken_while_others_begin_to_be_served() -> None:
@@ -158,7 +163,9 @@ def test_connections_are_taken_while_others_begin_to_be_served() -> None:
     assert served == [1, 2]
 
 
-def test_a_rank_that_has_ended_and_one_that_does_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_has_ended_and_one_that_does_not_come_are_named(
+    monkeypatch: pytest.MonkeyPatch, meshes: Meshes
+) -> None:
     ranks = meshes(2, KEY)
     monkeypatch.setattr("collectives.transport.tcp.mesh._REFUSED_WITHIN", 0.1)
     with pytest.raises(CollectiveTimeoutError, match=r"rank 0: waited 0.1 s for a connection from rank 1 on"):
@@ -166,21 +173,20 @@ def test_a_rank_that_has_ended_and_one_that_does_not_come_are_named(monkeypatch:
     ranks[0].close()
     with pytest.raises(RankFailedError, match=r"rank 1: rank 0 on .* has ended: no process listens at 127\.0\.0\.1:"):
         ranks[1].open(0, "words", 10)
-    ranks[1].close()
 
 
-def test_a_dial_is_bounded_where_the_network_s_thread_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dial_is_bounded_where_the_network_s_thread_stands_still(
+    monkeypatch: pytest.MonkeyPatch, meshes: Meshes
+) -> None:
     monkeypatch.setattr("collectives.transport.tcp.mesh.DIAL_WITHIN", 0.01)
     ranks, gate = meshes(2), threading.Event()
     ranks[1].service.call(gate.wait, 20)
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1: waited 0.05 s for a connection to rank 0 on "):
         ranks[1].dial(0, "words", 0.05)
     gate.set()
-    for rank in ranks:
-        rank.close()
 
 
-def test_the_check_of_a_wait_ends_it() -> None:
+def test_the_check_of_a_wait_ends_it(meshes: Meshes) -> None:
     ranks = meshes(2, KEY)
 
     def fails() -> None:
@@ -188,8 +194,6 @@ def test_the_check_of_a_wait_ends_it() -> None:
 
     with pytest.raises(RankFailedError, match="rank 1 has failed"):
         ranks[0].open(1, "words", 10, fails)
-    for mesh in ranks:
-        mesh.close()
 
 
 def test_another_key_is_refused_on_both_sides(service: Service) -> None:
@@ -301,7 +305,9 @@ def test_a_flood_leaves_time_for_what_else_the_service_does(service: Service, mo
     server.close()
 
 
-def test_a_rank_whose_connections_are_dropped_dials_until_it_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_connections_are_dropped_dials_until_it_gets_in(
+    monkeypatch: pytest.MonkeyPatch, meshes: Meshes
+) -> None:
     monkeypatch.setattr("collectives.transport.tcp.mesh._REFUSED_WITHIN", 0.0)
     monkeypatch.setattr("collectives.transport.tcp.mesh._ANSWER_WITHIN", 0.0)
     ranks = meshes(2, KEY)
@@ -326,8 +332,6 @@ def test_a_rank_whose_connections_are_dropped_dials_until_it_gets_in(monkeypatch
             sock.sendall(verification.proof)
             dialling.wait(10)
             dialling.result().close()
-    for mesh in ranks:
-        mesh.close()
 
 
 def take(sock: socket.socket, verification: Verification) -> None:
@@ -336,7 +340,7 @@ def take(sock: socket.socket, verification: Verification) -> None:
         verification.take(sock.recv(verification.missing))
 
 
-def test_a_rank_that_drops_every_connection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_drops_every_connection_is_named(monkeypatch: pytest.MonkeyPatch, meshes: Meshes) -> None:
     ranks = meshes(2, KEY)
 
     async def dropped(*arguments: object) -> socket.socket:
@@ -345,8 +349,6 @@ def test_a_rank_that_drops_every_connection_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("collectives.transport.tcp.mesh.dial", dropped)
     with pytest.raises(TransportError, match=r"rank 1: rank 0 on .* has dropped every connection .* for 0\.1 s"):
         ranks[1].dial(0, "words", 0.1)
-    for mesh in ranks:
-        mesh.close()
 
 
 def receive(sock: socket.socket) -> bytes:
@@ -356,7 +358,7 @@ def receive(sock: socket.socket) -> bytes:
         return b""
 
 
-def test_a_connection_that_is_passed_on_to_another_rank_is_closed() -> None:
+def test_a_connection_that_is_passed_on_to_another_rank_is_closed(meshes: Meshes) -> None:
     """Proofs of both sides do not help somebody who listens in place of a rank, and passes on what it hears."""
     ranks = meshes(3, KEY)
     ranks[2].addresses = [ranks[0].addresses[0]] * 2 + [ranks[2].addresses[2]]
@@ -364,11 +366,9 @@ def test_a_connection_that_is_passed_on_to_another_rank_is_closed() -> None:
         passed_on.settimeout(10)
         assert passed_on.recv(1) == b""
     assert ranks[0].inbox.take(2, "words", 0.0) is None
-    for mesh in ranks:
-        mesh.close()
 
 
-def test_a_connection_that_was_dialled_elsewhere_is_closed() -> None:
+def test_a_connection_that_was_dialled_elsewhere_is_closed(meshes: Meshes) -> None:
     """Somebody who has a rank dial another address passes on what it hears, proofs of both sides and all."""
     ranks = meshes(2, KEY)
     with socket.create_server(("127.0.0.1", 0)) as relay:
@@ -380,8 +380,6 @@ def test_a_connection_that_was_dialled_elsewhere_is_closed() -> None:
             assert passed_on.recv(1) == b""
         passing_on.join(10)
     assert ranks[0].inbox.take(1, "words", 0.0) is None
-    for mesh in ranks:
-        mesh.close()
 
 
 def pass_on(relay: socket.socket, address: tuple[str, int]) -> None:
@@ -397,7 +395,7 @@ def pass_on(relay: socket.socket, address: tuple[str, int]) -> None:
                 ends[source].sendall(data)
 
 
-def test_a_forked_child_holds_no_connection_open() -> None:
+def test_a_forked_child_holds_no_connection_open(meshes: Meshes) -> None:
     ranks = meshes(2, KEY)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         other = pool.submit(ranks[0].open, 1, "words", 10)
@@ -415,8 +413,6 @@ def test_a_forked_child_holds_no_connection_open() -> None:
     finally:
         ends.send(b"x")
         os.waitpid(child, 0)
-        for mesh in ranks:
-            mesh.close()
 
 
 def test_an_interface_is_named_by_name_address_or_network() -> None:
@@ -435,26 +431,20 @@ def test_loopback_leads_to_no_other_host() -> None:
         Mesh(lambda value: [value, elsewhere], 0, KEY, interface="127.0.0.0/8")
 
 
-def test_containers_that_share_the_network_of_their_machine_meet_at_loopback() -> None:
+def test_containers_that_share_the_network_of_their_machine_meet_at_loopback(meshes: Meshes) -> None:
     """They count as hosts, because they share no memory, and each has the other's addresses."""
 
-    def join(rank: int, exchange: Callable[[Any], list[Any]]) -> Mesh:
+    def told(rank: int, exchange: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
         def tell(value: Any) -> list[Any]:
             inside = isinstance(value[0], str) and len(value) > 2
             return exchange([f"container{rank}", *value[1:]] if inside else value)
 
-        return Mesh(tell, rank, KEY)
+        return tell
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        joining = [pool.submit(join, rank, exchange) for rank, exchange in enumerate(exchanges(2))]
-        ranks = [mesh.result(20) for mesh in joining]
-    try:
-        assert ranks[0].hosts == ("container0", "container1")
-        assert {host for host, _ in ranks[0].addresses} == {network.LOOPBACK}
-        ranks[1].dial(0, "words", 10).close()
-    finally:
-        for mesh in ranks:
-            mesh.close()
+    ranks = meshes(2, KEY, seen=told)
+    assert ranks[0].hosts == ("container0", "container1")
+    assert {host for host, _ in ranks[0].addresses} == {network.LOOPBACK}
+    ranks[1].dial(0, "words", 10).close()
 
 
 def test_addresses_that_several_hosts_have_lead_nowhere() -> None:
@@ -474,13 +464,9 @@ def test_hosts_of_which_some_have_no_ipv4_use_ipv6(monkeypatch: pytest.MonkeyPat
 
 
 @needs_ipv6
-def test_ranks_reach_each_other_by_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_reach_each_other_by_ipv6(monkeypatch: pytest.MonkeyPatch, meshes: Meshes) -> None:
     monkeypatch.setattr("collectives.transport.tcp.mesh._REFUSED_WITHIN", 0.0)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        joining = [
-            pool.submit(Mesh, exchange, rank, KEY, interface="::1") for rank, exchange in enumerate(exchanges(2))
-        ]
-        ranks = [mesh.result(20) for mesh in joining]
+    ranks = meshes(2, KEY, interface="::1")
     assert {host for host, _ in ranks[0].addresses} == {"::1"}
     near = ranks[1].dial(0, "words", 10)
     far = ranks[0].open(1, "words", 10)
@@ -492,7 +478,6 @@ def test_ranks_reach_each_other_by_ipv6(monkeypatch: pytest.MonkeyPatch) -> None
     ranks[0].close()
     with pytest.raises(RankFailedError, match=r"no process listens at \[::1\]:\d+ "):
         ranks[1].dial(0, "words", 10)
-    ranks[1].close()
 
 
 @needs_ipv6

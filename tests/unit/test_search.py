@@ -81,40 +81,17 @@ def network(chosen: TunedSettings) -> float:
     return TOTAL / (sum(seconds) + chosen.cycle_time / 2e3)
 
 
-def crossovers(chosen: TunedSettings) -> float:
-    """`auto` and `direct` depend on what goes in one round, and on what goes through windows; large buckets fall out of
-    the cache."""
-    seconds = chosen.cycle_time / 2e3
-    for nbytes in _fused(TENSORS, chosen.fusion_threshold):
-        windowed = nbytes <= chosen.window
-        latency, bandwidth = (
-            (5e-6, 9e9 if nbytes <= MIB else 6e9) if windowed else (15e-6, 14e9 if nbytes <= 12 * MIB else 9e9)
-        )
-        one_round = chosen.algorithm == "one-shot" or (chosen.algorithm == "auto" and nbytes <= chosen.one_shot)
-        rounds, share = {"ring": (14, 0.5), "recursive-doubling": (6, 0.33)}.get(
-            chosen.algorithm, (1, 0.25) if one_round else (2, 1.0)
-        )
-        seconds += latency * rounds + nbytes / (bandwidth * share)
-    return TOTAL / seconds
-
-
-MODELS: dict[Model, tuple[str, ...]] = {
-    one_host: ("fusion_threshold", "segment", "cycle_time", "algorithm"),
-    network: ("fusion_threshold", "segment", "cycle_time", "algorithm"),
-    crossovers: ("fusion_threshold", "window", "one_shot", "algorithm"),
-}
-"""Each with the parameters that it depends on; but that with `crossovers` a shorter cycle is always better."""
+MATTERING = ("fusion_threshold", "segment", "cycle_time", "algorithm")
+"""The parameters on which the models depend."""
 
 SPACE = SearchSpace({}, ALGORITHMS)
 
 
 def best_score(model: Model) -> float:
     """By trying everything that matters."""
-    names = MODELS[model]
-    shortest = TunedSettings(cycle_time=0.1)
     return max(
-        model(replace(shortest, **dict(zip(names, values, strict=True))))
-        for values in product(*map(SPACE.levels.get, names))
+        model(replace(TunedSettings(), **dict(zip(MATTERING, values, strict=True))))
+        for values in product(*map(SPACE.levels.get, MATTERING))
     )
 
 
@@ -142,12 +119,6 @@ def reached(model: Model, samples: int) -> list[float]:
 @pytest.mark.parametrize("model", [one_host, network])
 def test_a_bad_start_comes_within_ten_percent_of_the_best(model: Model) -> None:
     assert min(reached(model, samples=40)) > 0.9
-
-
-@pytest.mark.slow
-def test_a_narrow_optimum_is_found_in_most_runs() -> None:
-    shares = reached(crossovers, samples=40)
-    assert min(shares) > 0.7 and float(np.median(shares)) > 0.85
 
 
 def test_a_good_start_is_kept_or_bettered() -> None:

@@ -121,17 +121,6 @@ def test_what_needs_every_rank_is_refused_while_one_has_joined(what: str, tmp_pa
     thread_groups.run(3, program, make_world=World)
 
 
-def test_a_timeline_that_cannot_be_begun_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    def program(world: World) -> None:
-        with pytest.raises(InvalidArgumentError, match="rank 0"):
-            world.start_timeline(tmp_path / "no" / "such" / "folder.json")
-        with pytest.raises(InvalidTypeError if world.rank == 1 else MismatchError):
-            world.start_timeline(3 if world.rank == 1 else tmp_path / "trace.json")  # type: ignore[arg-type]
-        assert world.allreduce(np.float64(1), average=False) == world.size
-
-    thread_groups.run(2, program, make_world=World)
-
-
 def test_removing_a_process_set_leaves_the_timeline_alone(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -194,18 +193,3 @@ def test_an_ended_server_is_named(client: Callable[..., Store], server: StoreSer
         for ended in (waiting.result, lambda seconds: one.get("a")):
             with pytest.raises(TransportError, match=rf"127\.0\.0\.1:{server.address[1]} does not answer"):
                 ended(10)
-
-
-def test_many_clients_at_once(client: Callable[..., Store]) -> None:
-    ranks, barrier = 16, threading.Barrier(16)
-
-    def meet(rank: int) -> list[bytes]:
-        mine = client()
-        barrier.wait(10)
-        for number in range(20):
-            mine.set(f"{number}/{rank}", b"%d" % (rank * number))
-        return [mine.get(f"{number}/{(rank + 1) % ranks}") for number in range(20)]
-
-    with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
-        for rank, values in enumerate(pool.map(meet, range(ranks))):
-            assert values == [b"%d" % ((rank + 1) % ranks * number) for number in range(20)]

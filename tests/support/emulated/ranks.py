@@ -92,9 +92,11 @@ def own_stream(device: EmulatedDevice) -> Iterator[None]:
         device.destroy_stream(stream)
 
 
-def check(device: EmulatedDevice) -> None:
-    """Assert that a device whose worlds are shut down has neither failures, nor violations, nor leaks."""
-    gc.collect()
+def check(device: EmulatedDevice, *, collect: bool = True) -> None:
+    """Assert that a device whose worlds are shut down has neither failures, nor violations, nor leaks; without
+    ``collect`` although no garbage has been collected."""
+    if collect:
+        gc.collect()
     assert device.failure is None, device.failure
     assert not device.violations, device.violations
     left = {what: number for what, number in device.held().items() if number}

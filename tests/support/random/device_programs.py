@@ -27,9 +27,6 @@ from typing import Any
 import numpy as np
 
 from collectives.base.config import ALGORITHMS, DEVICE_TRANSPORTS, Config
-from collectives.base.errors import (
-    RankFailedError,
-)
 from collectives.base.reduce_op import Op
 from collectives.device.protocol import active
 from collectives.engine import adasum
@@ -40,9 +37,9 @@ from collectives.worlds.world import World
 from tests.support.emulated.array import EmulatedArray
 from tests.support.emulated.cuda import EmulatedDevice
 from tests.support.emulated.nccl import EmulatedNccl
-from tests.support.emulated.ranks import PATIENCE, emulated
+from tests.support.emulated.ranks import PATIENCE, check, emulated
 from tests.support.random import programs
-from tests.support.random.programs import REDUCTIONS, Array, Menu, Operation, Program, as_asked, values
+from tests.support.random.programs import Array, Menu, Operation, Program, as_asked, values
 from tests.support.scenarios.worlds import assert_close
 
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
@@ -153,7 +150,6 @@ class _Drawing(programs._Drawing):
     def _with_mistake(self, operation: Operation) -> Operation:
         """Sometimes one that only device tensors can be part of."""
         random = self._random
-        assert isinstance(operation, DeviceOperation)
         if len(operation.active) < 2 or random.random() > 0.04:
             # What device tensors cannot go by is refused only when all ranks have agreed on the operation.
             way = {"algorithm": operation.algorithm, "transport": operation.transport}
@@ -208,26 +204,17 @@ def carry_out(program: Program, setting: Setting) -> None:
         def rank(world: World) -> None:
             device = provider.device(setting.gpus[world.rank])
             with streams_of(device) as streams:
-                run(world, program, device, streams)
+                _Run(world, program, device, streams).carry_out()
                 world.shutdown()
 
         try:
             thread_groups.run(program.size, rank, hosts=setting.hosts, timeout=PATIENCE, make_world=make_world)
             for number in sorted(set(setting.gpus)):
-                check(provider.device(number))
+                check(provider.device(number), collect=False)
         except BaseException as error:
             used = [provider.device(number) for number in sorted(set(setting.gpus))]
             seen = [f"device {device.index}: {device.failure} {device.violations[:5]}" for device in used]
             raise AssertionError("\n".join((str(error), str(setting), *seen))) from error
-
-
-def check(device: EmulatedDevice) -> None:
-    """Nothing went wrong on a device whose worlds are shut down, and nothing of theirs is left, though no garbage has
-    been collected."""
-    assert device.failure is None, device.failure
-    assert device.violations == []
-    left = {what: count for what, count in device.held().items() if count}
-    assert left == {}, f"not given back: {left}"
 
 
 @contextlib.contextmanager
@@ -240,38 +227,6 @@ def streams_of(device: EmulatedDevice) -> Iterator[list[int]]:
         for stream in streams:
             device.drain(stream)
             device.destroy_stream(stream)
-
-
-def run(
-    world: World,
-    program: Program,
-    device: EmulatedDevice,
-    streams: Sequence[int],
-    sets: Mapping[tuple[int, ...], World | None] | None = None,
-) -> None:
-    """Do one rank's part, and check all that comes of it.
-
-    Args:
-        device: of this rank.
-        streams: of it, to be used by the program.
-        sets: the worlds of the program's sets, if they exist already.
-    """
-    opened = programs.make_sets(world, program.sets) if sets is None else sets
-    run_ = _Run(world, program, {**opened, tuple(range(world.size)): world}, device, streams)
-    try:
-        for phase in program.phases:
-            run_.join_phase(phase) if isinstance(phase, programs.JoinPhase) else run_.epoch(phase)
-            run_.look_at_snapshots()
-        run_.compare_bits()
-        run_.compare_refusals()
-    except (RankFailedError, KeyboardInterrupt):
-        raise  # not this rank's fault
-    except BaseException as error:
-        text = (
-            f"seed {program.seed}, size {program.size}, rank {world.rank}, at {run_.doing}: "
-            f"{type(error).__name__}: {error}"
-        )
-        raise AssertionError(text) from error
 
 
 @dataclass(eq=False)
@@ -290,15 +245,8 @@ class _Pending(programs._Pending):
 
 
 class _Run(programs._Run):
-    def __init__(
-        self,
-        world: World,
-        program: Program,
-        worlds: Mapping[tuple[int, ...], World | None],
-        device: EmulatedDevice,
-        streams: Sequence[int],
-    ) -> None:
-        super().__init__(world, program, worlds)
+    def __init__(self, world: World, program: Program, device: EmulatedDevice, streams: Sequence[int]) -> None:
+        super().__init__(world, program)
         self._device, self._streams = device, streams
         self._snapshots: list[tuple[Operation, Callable[[], None]]] = []
         self._used: list[tuple[EmulatedArray, int]] = []
@@ -309,12 +257,10 @@ class _Run(programs._Run):
     def _prepare(
         self, operation: Operation, *, made: bool = False
     ) -> tuple[programs._Pending, str, list[Any], dict[str, Any]]:
-        assert isinstance(operation, DeviceOperation)
         self.doing = operation
         rank = self._rank(operation)
         odd = rank == operation.odd
         asked = as_asked(operation, rank)
-        assert isinstance(asked, DeviceOperation)
         on_device = operation.on_device
         if odd and operation.mistake == "members":
             on_device = (on_device[0], *on_device)
@@ -330,14 +276,7 @@ class _Run(programs._Run):
         if refused and not operation.kind.startswith("broadcast"):
             strided = self._tensor(np.ones((4, 6), np.float32), current, False)[:, ::2]
             given = [strided if on_device[0] and self._random.random() < 0.5 else "text"]
-        arguments: list[Any] = [given if asked.kind.startswith("grouped") else given[0]]
-        keywords: dict[str, Any] = {"name": operation.name}
-        if asked.kind in REDUCTIONS:
-            keywords |= {"op": asked.op, "prescale_factor": asked.prescale, "postscale_factor": asked.postscale}
-        if asked.kind.startswith("broadcast"):
-            arguments.append(len(operation.ranks) if refused else asked.root)
-        if asked.kind == "alltoall":
-            arguments.append(asked.splits and list(asked.splits[rank]))
+        arguments, keywords = self._call(asked, rank, given)
         compression = asked.compression
         if odd and operation.mistake == "compression":
             compression = "" if compression else "bf16"
@@ -375,7 +314,6 @@ class _Run(programs._Run):
     def _submit(self, operation: Operation) -> programs._Pending:
         with self._device.use_stream(self._random.choice(self._streams)):
             pending = super()._submit(operation)
-        assert isinstance(pending, _Pending)
         pending.abandoned = operation.name is None and self._random.random() < 0.1
         if pending.abandoned:
             pending.tensors = []
@@ -386,7 +324,6 @@ class _Run(programs._Run):
             super()._block(operation)
 
     def _synchronize(self, pending: programs._Pending) -> None:
-        assert isinstance(pending, _Pending)
         if pending.abandoned:
             return
         with self._device.use_stream(self._random.choice(self._streams)):
@@ -396,7 +333,6 @@ class _Run(programs._Run):
         super()._look_at(ripe)
         for pending in ripe[-1:]:
             operation = pending.operation
-            assert isinstance(operation, DeviceOperation)
             plain = not operation.mistake and not operation.forced and operation.kind in ("allreduce_", "broadcast_")
             if (
                 plain
@@ -413,7 +349,6 @@ class _Run(programs._Run):
     # ---- judging
 
     def _check_untouched(self, pending: programs._Pending) -> None:
-        assert isinstance(pending, _Pending)
         for index, tensor in enumerate(pending.tensors):
             self._see(
                 pending.operation,
@@ -428,17 +363,11 @@ class _Run(programs._Run):
 
     def _check(self, pending: programs._Pending, result: Any) -> None:
         operation = pending.operation
-        assert isinstance(operation, DeviceOperation) and isinstance(pending, _Pending)
-        rank, size = self._rank(operation), len(operation.ranks)
+        rank = self._rank(operation)
         # The result is ready for what this stream is given from now on; so may be everything else that the operation
         # has used.
         stream = pending.stream if pending.stream >= 0 else self._device.current_stream()
-        if operation.splits:
-            result, received = result
-            assert list(received) == [
-                programs._splits(operation, peer)[rank] if peer in operation.active else 0 for peer in range(size)
-            ]
-        results = result if operation.kind.startswith("grouped") else [result]
+        results = self._results(operation, result)
         expected = wanted(self._program, operation, rank)
         assert len(results) == len(expected), f"{len(results)} results"
         digests: list[bytes] = [b""] * len(results)

@@ -554,23 +554,7 @@ def run(
     Raises:
         AssertionError: something came out wrong; says the seed, the size, the rank and the operation.
     """
-    opened = make_sets(world, program.sets) if sets is None else sets
-    run_ = _Run(world, program, {**opened, tuple(range(world.size)): world}, forks)
-    try:
-        for phase in program.phases:
-            run_.join_phase(phase) if isinstance(phase, JoinPhase) else run_.epoch(phase)
-        run_.make_persistent(())
-        run_.compare_bits()
-        run_.compare_refusals()
-        run_.places.check()
-    except (RankFailedError, KeyboardInterrupt):
-        raise  # not this rank's fault
-    except BaseException as error:
-        text = (
-            f"seed {program.seed}, size {program.size}, rank {world.rank}, at {run_.doing}: "
-            f"{type(error).__name__}: {error}"
-        )
-        raise AssertionError(text) from error
+    _Run(world, program, sets, forks).carry_out()
 
 
 @dataclass(eq=False)
@@ -598,9 +582,14 @@ class _Pending:
 
 class _Run:
     def __init__(
-        self, world: World, program: Program, worlds: Mapping[tuple[int, ...], World | None], forks: bool = False
+        self,
+        world: World,
+        program: Program,
+        sets: Mapping[tuple[int, ...], World | None] | None = None,
+        forks: bool = False,
     ) -> None:
-        self._world, self._program, self._worlds = world, program, worlds
+        opened = make_sets(world, program.sets) if sets is None else sets
+        self._world, self._program, self._worlds = world, program, {**opened, tuple(range(world.size)): world}
         self._random = Random(f"{program.seed}/{world.rank}")
         self._forks = forks
         self._digests: dict[int, bytes] = {}
@@ -608,6 +597,28 @@ class _Run:
         self._persistent: dict[int, _Persistent] = {}
         self.places = Places(Random(f"places {program.seed}/{world.rank}"))
         self.doing: Any = "the start"
+
+    def carry_out(self) -> None:
+        program = self._program
+        try:
+            for phase in program.phases:
+                self.join_phase(phase) if isinstance(phase, JoinPhase) else self.epoch(phase)
+                self.look_at_snapshots()
+            self.make_persistent(())
+            self.compare("bits", self._digests)
+            self.compare("refusals", self._refusals)
+            self.places.check()
+        except (RankFailedError, KeyboardInterrupt):
+            raise  # not this rank's fault
+        except BaseException as error:
+            text = (
+                f"seed {program.seed}, size {program.size}, rank {self._world.rank}, at {self.doing}: "
+                f"{type(error).__name__}: {error}"
+            )
+            raise AssertionError(text) from error
+
+    def look_at_snapshots(self) -> None:
+        """Judge what was seen in the meantime; here everything is judged at once."""
 
     def epoch(self, epoch: Epoch) -> None:
         everything = (operation for segment in epoch.segments for operation in (*segment.operations, segment.blocking))
@@ -662,24 +673,14 @@ class _Run:
         ]
         assert phase.ranks.index(last) in (met[-1] if met else range(world.size)), f"rank {last} did not join last"
 
-    def compare_bits(self) -> None:
-        """All ranks must have got the same all-reduces, to the bit."""
-        self.doing = "the comparison of bits"
+    def compare(self, what: str, mine: Mapping[int, Any]) -> None:
+        """All ranks must have got the same all-reduces, to the bit; and what was refused on one, on all."""
+        self.doing = f"the comparison of {what}"
         if self._world.size == 1:
             return
-        everybody = self._world.allgather_object(self._digests)
-        for rank, digests in enumerate(everybody):
-            differing = [uid for uid in digests if self._digests.get(uid, digests[uid]) != digests[uid]]
-            assert not differing, f"the operations with uid {differing} have other bits on rank {rank}"
-
-    def compare_refusals(self) -> None:
-        """What was refused on one rank must have been on all."""
-        self.doing = "the comparison of refusals"
-        if self._world.size == 1:
-            return
-        for rank, refusals in enumerate(self._world.allgather_object(self._refusals)):
-            differing = [uid for uid in refusals if self._refusals.get(uid, refusals[uid]) != refusals[uid]]
-            assert not differing, f"the operations with uid {differing} went otherwise on rank {rank}"
+        for rank, theirs in enumerate(self._world.allgather_object(mine)):
+            differing = [uid for uid in theirs if mine.get(uid, theirs[uid]) != theirs[uid]]
+            assert not differing, f"the operations with uid {differing} have other {what} on rank {rank}"
 
     def make_persistent(self, operations: Sequence[Operation]) -> None:
         """Make the persistent operations of an epoch that are not there yet, in everybody's order, and free those that
@@ -738,17 +739,23 @@ class _Run:
         given: list[Any] = ["text"] if refused and not operation.kind.startswith("broadcast") else tensors
         if given is tensors and not made and not operation.kind.endswith("_") and self._random.random() < 0.1:
             given = [_read_only(tensor) for tensor in tensors]
-        arguments: list[Any] = [given if asked.kind.startswith("grouped") else given[0]]
-        keywords: dict[str, Any] = {"name": operation.name}
-        if asked.kind in REDUCTIONS:
-            keywords |= {"op": asked.op, "prescale_factor": asked.prescale, "postscale_factor": asked.postscale}
+        arguments, keywords = self._call(asked, rank, given)
         if operation.forced:
             keywords |= {"algorithm": asked.algorithm, "transport": asked.transport}
+        return _Pending(operation, world, tensors, laid), asked.kind, arguments, keywords
+
+    def _call(self, asked: Operation, rank: int, given: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments and keywords of what a rank of the set asks for, but for the way."""
+        arguments: list[Any] = [given if asked.kind.startswith("grouped") else given[0]]
+        keywords: dict[str, Any] = {"name": asked.name}
+        if asked.kind in REDUCTIONS:
+            keywords |= {"op": asked.op, "prescale_factor": asked.prescale, "postscale_factor": asked.postscale}
         if asked.kind.startswith("broadcast"):
-            arguments.append(len(operation.ranks) if refused else asked.root)
+            refused = asked.mistake == "refused" and rank == asked.odd
+            arguments.append(len(asked.ranks) if refused else asked.root)
         if asked.kind == "alltoall":
             arguments.append(asked.splits and list(asked.splits[rank]))
-        return _Pending(operation, world, tensors, laid), asked.kind, arguments, keywords
+        return arguments, keywords
 
     def _submit(self, operation: Operation) -> _Pending:
         pending, kind, arguments, keywords = self._prepare(operation)
@@ -861,15 +868,20 @@ class _Run:
         for laid in pending.laid:
             self.places.done(laid, f"{pending.operation}")
 
+    def _results(self, operation: Operation, result: Any) -> list[Any]:
+        """The tensors of a result; of an all-to-all also the numbers of rows must be right."""
+        if operation.splits:
+            result, received = result
+            rank, active = self._rank(operation), operation.active
+            assert list(received) == [
+                _splits(operation, peer)[rank] if peer in active else 0 for peer in range(len(operation.ranks))
+            ]
+        return result if operation.kind.startswith("grouped") else [result]
+
     def _check(self, pending: _Pending, result: Any) -> None:
         operation = pending.operation
         rank, size = self._rank(operation), len(operation.ranks)
-        if operation.splits:
-            result, received = result
-            assert list(received) == [
-                _splits(operation, peer)[rank] if peer in operation.active else 0 for peer in range(size)
-            ]
-        results = result if operation.kind.startswith("grouped") else [result]
+        results = self._results(operation, result)
         tolerance = math.ceil(size * max(1.0, operation.prescale) * max(1.0, operation.postscale))
         for index, (tensor, got, right) in enumerate(
             zip(pending.tensors, results, wanted(self._program, operation, rank), strict=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from collectives.transport.group import Group
-from tests.mpi.worlds import every_config
+from tests.mpi.worlds import every_config, group_of_all
 from tests.support.scenarios import conformance
 
 pytestmark = pytest.mark.mpi
@@ -19,13 +19,7 @@ CONFIGS = every_config()
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
-    from mpi4py import MPI
-
-    from collectives.transport.mpi import mpi_groups
-    from collectives.transport.threads import thread_groups
-
-    comm = MPI.COMM_WORLD
-    group = mpi_groups.connect(comm, CONFIGS[request.param]) if comm.size > 1 else thread_groups.connect(1)[0]
+    group = group_of_all(CONFIGS[request.param])
     yield group
     group.control.leave()  # or its end would be a death
     group.close()

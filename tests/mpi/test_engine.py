@@ -1,8 +1,9 @@
-"""Every scenario of the engine with ranks as processes, on one host, on pretended ones and over messages only; and
-process sets as `collectives` shows them, in the numbers of all ranks."""
+"""Every scenario of the engine and of persistent operations with ranks as processes, on one host, on pretended ones and
+over messages only; and both as `collectives` shows them, with process sets in the numbers of all ranks."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -11,8 +12,8 @@ import pytest
 import collectives as hvd
 from collectives.base.config import Config
 from collectives.worlds.world import World
-from tests.mpi.worlds import configs
-from tests.support.scenarios.engine import SCENARIOS, STEADY
+from tests.mpi.worlds import configs, connect
+from tests.support.scenarios import engine, persistent
 
 pytestmark = pytest.mark.mpi
 RANKS = {"openmpi": (1, 2), "mpich": (3,)}
@@ -27,22 +28,18 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     world.shutdown()
 
 
-def connect(config: Config) -> World:
-    from mpi4py import MPI
-
-    from collectives.transport.mpi import mpi_groups
-    from collectives.transport.threads import thread_groups
-
-    comm = MPI.COMM_WORLD
-    return World(mpi_groups.connect(comm, config) if comm.size > 1 else thread_groups.connect(1)[0], config)
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("scenario", engine.SCENARIOS + persistent.SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_scenario(scenario: Callable[[World], None], world: World) -> None:
     scenario(world)
 
 
-@pytest.mark.parametrize("scenario", STEADY, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("scenario", persistent.SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_mapped_tensors(scenario: Callable[[World], None], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persistent, "empty", persistent.mapped)
+    scenario(world)
+
+
+@pytest.mark.parametrize("scenario", engine.STEADY, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 def test_the_steady_state(scenario: Callable[[World], None], transport: str) -> None:
     world = connect(Config(timeout=30, cycle_time=60_000.0, transport=transport))
@@ -111,3 +108,46 @@ def test_joining(size: int) -> None:
         assert hvd.allreduce(1.0, op=hvd.Sum) == len(ranks)
     assert hvd.join() == size - 1
     assert hvd.allreduce(1.0, op=hvd.Sum) == size
+
+
+def test_the_functions_take_process_sets_and_the_numbers_of_all_ranks() -> None:
+    hvd.init()
+    size, rank = hvd.size(), hvd.rank()
+    last = hvd.add_process_set([size - 1])
+    tensor = np.full(4, rank + 1.0)
+    functions = [name for name in hvd.__all__ if name.endswith("_init")]
+    for name in functions:
+        assert "process_set" in inspect.signature(getattr(hvd, name)).parameters
+    if last.included():
+        with hvd.broadcast_init(tensor, size - 1, process_set=last) as alone:
+            assert alone() is tensor and (tensor == size).all()
+    else:
+        with pytest.raises(hvd.InvalidArgumentError, match=r"rank .* is not in ProcessSet"):
+            hvd.broadcast_init(tensor, size - 1, process_set=last)
+    made = [
+        hvd.allreduce_init(tensor),
+        hvd.grouped_allreduce_init([tensor]),
+        hvd.broadcast_init(tensor, 0),
+        hvd.grouped_broadcast_init([tensor], 0),
+        hvd.allgather_init(tensor),
+        hvd.grouped_allgather_init([tensor]),
+        hvd.reducescatter_init(tensor, hvd.Sum),
+        hvd.grouped_reducescatter_init([tensor], hvd.Sum),
+        hvd.alltoall_init(np.ones(size)),
+    ]
+    assert len(made) == len(functions)
+    for operation in made:
+        assert isinstance(operation, hvd.PersistentOperation)
+        operation()
+        operation.free()
+    again = hvd.allreduce_init(tensor)
+    hvd.shutdown()
+    with pytest.raises(hvd.NotInitializedError, match="shut down"):
+        again()
+    with pytest.raises(hvd.NotInitializedError):
+        hvd.allreduce_init(tensor)
+    hvd.init()
+    with pytest.raises(hvd.NotInitializedError, match="shut down"):
+        again.start()
+    assert hvd.allreduce(1.0) == 1
+    hvd.shutdown()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from collectives.worlds.world import World
-from tests.mpi.worlds import configs
+from tests.mpi.worlds import configs, connect
 from tests.support.random.programs import SETS, draw, make_sets, run
 
 pytestmark = pytest.mark.mpi
@@ -20,12 +20,7 @@ Worlds = tuple[World, dict[tuple[int, ...], World | None]]
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def worlds(request: pytest.FixtureRequest) -> Iterator[Worlds]:
-    from mpi4py import MPI
-
-    from collectives.transport.mpi import mpi_groups
-
-    config = CONFIGS[request.param]
-    world = World(mpi_groups.connect(MPI.COMM_WORLD, config), config)
+    world = connect(CONFIGS[request.param])
     yield world, make_sets(world, SETS[world.size])
     world.shutdown()
 

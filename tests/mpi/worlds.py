@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 from collectives.base.config import Config
+from collectives.transport.group import Group
+from collectives.worlds.world import World
 
 _OPEN_MPI = "OMPI_COMM_WORLD_RANK" in os.environ
 _ALONE = "1" in (os.environ.get("OMPI_COMM_WORLD_SIZE"), os.environ.get("PMI_SIZE"))
@@ -35,3 +37,19 @@ def configs(**hosts: Any) -> dict[str, Config]:
     names = ("one host", "messages only") if _OPEN_MPI or _ALONE else ("hosts of two",)
     every = every_config(**hosts)
     return {name: every[name] for name in names if name in every}
+
+
+def group_of_all(config: Config) -> Group:
+    """Return the group of all ranks of the mpirun."""
+    from mpi4py import MPI
+
+    from collectives.transport.mpi import mpi_groups
+    from collectives.transport.threads import thread_groups
+
+    comm = MPI.COMM_WORLD
+    return mpi_groups.connect(comm, config) if comm.size > 1 else thread_groups.connect(1)[0]
+
+
+def connect(config: Config) -> World:
+    """Return a world of all ranks."""
+    return World(group_of_all(config), config)

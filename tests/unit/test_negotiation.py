@@ -46,6 +46,20 @@ def test_everything_but_the_detail_is_in_the_signature(field: str) -> None:
     assert (first == second) == (field == "detail")
 
 
+def test_a_shape_that_changes_is_news_and_meets_the_others_bit() -> None:
+    ledger = Ledger(2, 8)
+    news = Frame(0, True, False, False)
+    old, new = request("a"), request("a", (9,))
+    ledger.remember([("a", old, old.signature())])
+    assert ledger.position("a", new.signature()) is None
+    response = ledger.respond([Frame(0b1, False, False, False), news], [[], [("a", new)]])
+    assert response.refused == [("a", [old, new])]
+    response = ledger.respond([news] * 2, [[("a", new)], [("a", new)]])
+    assert response.ready == [("a", new)]
+    ledger.remember([("a", new, new.signature())])
+    assert ledger.position("a", new.signature()) == 0 and ledger.position("a", old.signature()) is None
+
+
 def test_the_entry_that_was_not_used_for_longest_makes_room() -> None:
     ledger = Ledger(2, 2)
     a, b, c = ((name, request(name), request(name).signature()) for name in "abc")

@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from collectives.base.options import (
     CallOptions,
+    IreceiveOptions,
+    MessageOptions,
     RarerCallOptions,
     RarerReduceOptions,
+    ReceiveOptions,
     ReduceOptions,
     ScaleOptions,
     spelled_out,
@@ -28,7 +31,7 @@ from collectives.worlds import descriptions as describe
 from collectives.worlds.operations import Operations
 from collectives.worlds.persistent_init import PersistentInit
 from collectives.worlds.process_sets import ProcessSet
-from collectives.worlds.runtime import default, root_in, world, world_of
+from collectives.worlds.runtime import default, rank_in, root_in, world, world_of
 from collectives.worlds.variants import blocking, like
 from collectives.worlds.world import World
 
@@ -48,10 +51,11 @@ def _world(options: RarerCallOptions) -> World:
     return default.world or world() if process_set is None else world_of(process_set)
 
 
-def _of_default(method: Callable[Concatenate[Any, Parameters], Result]) -> Callable[Parameters, Result]:
+def of_default(method: Callable[Concatenate[Any, Parameters], Result]) -> Callable[Parameters, Result]:
     """The function of the default world, or of a process set's, that is named for a method of worlds."""
     signature, name = inspect.signature(method), method.__name__
-    rooted = "root_rank" in signature.parameters
+    _, *parameters = signature.parameters.values()
+    ranks = [(at, each.name) for at, each in enumerate(parameters) if each.name in ("root_rank", "dst", "src")]
 
     def call(*arguments: Any, **options: Any) -> Any:
         try:
@@ -60,11 +64,13 @@ def _of_default(method: Callable[Concatenate[Any, Parameters], Result]) -> Calla
             process_set = options.pop("process_set", None)
             if process_set is None:
                 return getattr(default.world or world(), name)(*arguments, **options)
-            if rooted and len(arguments) > 1:
-                arguments = (arguments[0], root_in(process_set, arguments[1], options.get("name")), *arguments[2:])
-            elif rooted and "root_rank" in options:
-                options["root_rank"] = root_in(process_set, options["root_rank"], options.get("name"))
-            return getattr(world_of(process_set), name)(*arguments, **options)
+            positional = list(arguments)
+            for at, rank in ranks:
+                if at < len(positional):
+                    positional[at] = rank_in(process_set, positional[at], rank, options.get("name"))
+                elif rank in options:
+                    options[rank] = rank_in(process_set, options[rank], rank, options.get("name"))
+            return getattr(world_of(process_set), name)(*positional, **options)
         except TypeError:
             misfit = _misfit(arguments, options)
             if misfit is None:
@@ -82,14 +88,17 @@ def _of_default(method: Callable[Concatenate[Any, Parameters], Result]) -> Calla
 
     function: Any = like(method, call, name, signature.return_annotation)
     function.__module__ = __name__
-    _, *parameters = signature.parameters.values()
     function.__signature__ = signature.replace(parameters=parameters)
-    described: Callable[Parameters, Result] = spelled_out(_ACCEPTED[parameters[-1].annotation])(function)
+    accepted = _ACCEPTED[parameters[-1].annotation]
+    described: Callable[Parameters, Result] = spelled_out(accepted, like=None, shape=None, dtype=None, status=None)(
+        function
+    )
     return described
 
 
-_ACCEPTED: dict[str, type[CallOptions]] = {
-    f"Unpack[{accepted.__name__}]": accepted for accepted in (CallOptions, ScaleOptions, ReduceOptions)
+_ACCEPTED: dict[str, type[Any]] = {
+    f"Unpack[{accepted.__name__}]": accepted
+    for accepted in (CallOptions, ScaleOptions, ReduceOptions, MessageOptions, IreceiveOptions, ReceiveOptions)
 }
 """The keywords of a function, by the annotation of its ``**options``."""
 
@@ -182,43 +191,43 @@ def allreduce_async_(
     return (default.world or world()).allreduce_async_(tensor, average, op=op, name=name)
 
 
-allreduce_async = _of_default(Operations.allreduce_async)
-grouped_allreduce = _of_default(blocking(describe.grouped_allreduce))
-grouped_allreduce_ = _of_default(blocking(describe.grouped_allreduce_))
-grouped_allreduce_async = _of_default(Operations.grouped_allreduce_async)
-grouped_allreduce_async_ = _of_default(Operations.grouped_allreduce_async_)
+allreduce_async = of_default(Operations.allreduce_async)
+grouped_allreduce = of_default(blocking(describe.grouped_allreduce))
+grouped_allreduce_ = of_default(blocking(describe.grouped_allreduce_))
+grouped_allreduce_async = of_default(Operations.grouped_allreduce_async)
+grouped_allreduce_async_ = of_default(Operations.grouped_allreduce_async_)
 
-reducescatter = _of_default(Operations.reducescatter)
-reducescatter_async = _of_default(Operations.reducescatter_async)
-grouped_reducescatter = _of_default(Operations.grouped_reducescatter)
-grouped_reducescatter_async = _of_default(Operations.grouped_reducescatter_async)
+reducescatter = of_default(Operations.reducescatter)
+reducescatter_async = of_default(Operations.reducescatter_async)
+grouped_reducescatter = of_default(Operations.grouped_reducescatter)
+grouped_reducescatter_async = of_default(Operations.grouped_reducescatter_async)
 
-allgather = _of_default(Operations.allgather)
-allgather_async = _of_default(Operations.allgather_async)
-grouped_allgather = _of_default(Operations.grouped_allgather)
-grouped_allgather_async = _of_default(Operations.grouped_allgather_async)
+allgather = of_default(Operations.allgather)
+allgather_async = of_default(Operations.allgather_async)
+grouped_allgather = of_default(Operations.grouped_allgather)
+grouped_allgather_async = of_default(Operations.grouped_allgather_async)
 
-broadcast = _of_default(Operations.broadcast)
-broadcast_ = _of_default(Operations.broadcast_)
-broadcast_async = _of_default(Operations.broadcast_async)
-broadcast_async_ = _of_default(Operations.broadcast_async_)
-grouped_broadcast = _of_default(Operations.grouped_broadcast)
-grouped_broadcast_ = _of_default(Operations.grouped_broadcast_)
-grouped_broadcast_async = _of_default(Operations.grouped_broadcast_async)
-grouped_broadcast_async_ = _of_default(Operations.grouped_broadcast_async_)
+broadcast = of_default(Operations.broadcast)
+broadcast_ = of_default(Operations.broadcast_)
+broadcast_async = of_default(Operations.broadcast_async)
+broadcast_async_ = of_default(Operations.broadcast_async_)
+grouped_broadcast = of_default(Operations.grouped_broadcast)
+grouped_broadcast_ = of_default(Operations.grouped_broadcast_)
+grouped_broadcast_async = of_default(Operations.grouped_broadcast_async)
+grouped_broadcast_async_ = of_default(Operations.grouped_broadcast_async_)
 
-alltoall = _of_default(Operations.alltoall)
-alltoall_async = _of_default(Operations.alltoall_async)
+alltoall = of_default(Operations.alltoall)
+alltoall_async = of_default(Operations.alltoall_async)
 
-allreduce_init = _of_default(PersistentInit.allreduce_init)
-grouped_allreduce_init = _of_default(PersistentInit.grouped_allreduce_init)
-reducescatter_init = _of_default(PersistentInit.reducescatter_init)
-grouped_reducescatter_init = _of_default(PersistentInit.grouped_reducescatter_init)
-allgather_init = _of_default(PersistentInit.allgather_init)
-grouped_allgather_init = _of_default(PersistentInit.grouped_allgather_init)
-broadcast_init = _of_default(PersistentInit.broadcast_init)
-grouped_broadcast_init = _of_default(PersistentInit.grouped_broadcast_init)
-alltoall_init = _of_default(PersistentInit.alltoall_init)
+allreduce_init = of_default(PersistentInit.allreduce_init)
+grouped_allreduce_init = of_default(PersistentInit.grouped_allreduce_init)
+reducescatter_init = of_default(PersistentInit.reducescatter_init)
+grouped_reducescatter_init = of_default(PersistentInit.grouped_reducescatter_init)
+allgather_init = of_default(PersistentInit.allgather_init)
+grouped_allgather_init = of_default(PersistentInit.grouped_allgather_init)
+broadcast_init = of_default(PersistentInit.broadcast_init)
+grouped_broadcast_init = of_default(PersistentInit.grouped_broadcast_init)
+alltoall_init = of_default(PersistentInit.alltoall_init)
 
 
 def barrier(*, process_set: ProcessSet | None = None) -> None:

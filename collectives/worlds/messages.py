@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from collectives.base import dtypes
 from collectives.base.errors import CollectivesError, InvalidArgumentError, InvalidTypeError
-from collectives.base.options import IreceiveOptions, MessageOptions, ReceiveOptions, refuse_unknown
+from collectives.base.options import (
+    IreceiveOptions,
+    MessageOptions,
+    NewTensorOptions,
+    ReceiveOptions,
+    refuse_unknown,
+)
 from collectives.engine.handles import Handle
 from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG, Posted
-from collectives.engine.messages.transfers import MessageHandle, Transfers
+from collectives.engine.messages.transfers import MessageHandle, Status, Transfers
 from collectives.tensors import arrays
 from collectives.tensors.arrays import View
 from collectives.transport.point_to_point import Outgoing
@@ -27,18 +34,15 @@ if TYPE_CHECKING:
 MOST_TAG = (1 << 31) - 1
 """The largest tag."""
 
+Tensor = TypeVar("Tensor")
 _Finish = Callable[[], Any]
 
 
 class Messages:
-    """What a rank of a world sends and receives. The methods take the arguments of the functions of
-    `collectives.point_to_point` that they are named for, without ``process_set``; ranks are those of the world, but in
-    a `Status`.
+    """What a rank of a world sends and receives; ranks are those of the world, but in a `Status`.
 
     Args:
-        rank: of the world.
         ranks: the ranks' numbers in the outermost world.
-        transfers: of the world.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], transfers: Transfers) -> None:
@@ -48,6 +52,24 @@ class Messages:
     # ---- sending
 
     def send(self, tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> None:
+        """Send a tensor to a rank. Returns when the tensor may be changed: at once if it is small, and otherwise when
+        the receiver has it, or has called `recv`.
+
+        Args:
+            tensor: any that `collectives.allreduce` takes, of any shape; on a GPU it is copied to host memory first.
+            dst: a rank of all ranks, also where a process set is given. To this rank itself a copy is sent at once.
+            tag: from 0 to 2**31 - 1; the receiver asks for it.
+            process_set: messages of one process set are never received in another one.
+            stream: of a GPU tensor, as for `collectives.allreduce`.
+
+        Raises:
+            NotInitializedError, InvalidTypeError, InvalidArgumentError: an argument is refused; the receiver is not
+                told.
+            MismatchError: the receiver has called `recv`, and refused the message, for its length or dtype. Where the
+                message is small, or travels through MPI, only the receiver raises.
+            RankFailedError: a rank has failed or died, or the receiver has shut down.
+            CollectiveTimeoutError: the receiver has not called `recv` within COLLECTIVES_TIMEOUT; the world has failed.
+        """
         plain = not options and self._is_plain(tensor, dst, tag)
         message = self._delivery.send_at_once(tensor, dst, tag) if plain else False
         if message is True:
@@ -63,6 +85,11 @@ class Messages:
         self._delivery.check_refused(message)
 
     def isend(self, tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Handle[None]:
+        """Begin to `send` and return at once.
+
+        Returns a handle, with `wait` and `poll`. The tensor must not change until it is done: at once, where this rank
+        sends to itself. Meanwhile it may be read, and sent by other calls.
+        """
         refuse_unknown(options, MessageOptions)
         message, view = self._outgoing(tensor, dst, tag, options.get("stream"))
         delivery, reads = self._delivery, view if isinstance(view, View) and not view.copied else None
@@ -80,46 +107,173 @@ class Messages:
 
     # ---- receiving
 
-    def recv(self, tensor: Any, src: int, tag: int = 0, **options: Unpack[ReceiveOptions]) -> Any:
-        if not options and self._is_plain(tensor, src, tag) and self._delivery.receive_at_once(tensor, src, tag):
-            return tensor
-        posted, finish, _ = self._posted(tensor, src, tag, options)
+    @overload
+    def recv(
+        self,
+        tensor: None,
+        src: int,
+        tag: int = 0,
+        *,
+        like: Tensor,
+        status: Status | None = None,
+        **options: Unpack[NewTensorOptions],
+    ) -> Tensor: ...
+
+    @overload
+    def recv(
+        self, tensor: None, src: int, tag: int = 0, *, status: Status | None = None, **options: Unpack[NewTensorOptions]
+    ) -> npt.NDArray[Any]: ...
+
+    @overload
+    def recv(
+        self, tensor: Tensor, src: int, tag: int = 0, *, status: Status | None = None, **options: Unpack[MessageOptions]
+    ) -> Tensor: ...
+
+    def recv(
+        self, tensor: Tensor | None, src: int, tag: int = 0, **options: Unpack[ReceiveOptions]
+    ) -> Tensor | npt.NDArray[Any]:
+        """Receive a message from a rank.
+
+        Args:
+            tensor: writable, of the dtype of the message, and of as many elements at least; the message's elements
+                replace the first ones, in C order, and the others stay. Shapes may differ. None: a new tensor is made.
+            src: a rank of all ranks, also where a process set is given, or ANY_SOURCE.
+            tag: the tag of the message, or ANY_TAG.
+            like: of a new tensor: one of the type (NumPy, torch, JAX, ...) that it is to have, and on its device; its
+                shape and dtype do not matter. None: a NumPy array.
+            shape, dtype: of a new tensor: what the message must have; by default, whatever it has.
+            status: is filled with what was received: its source, tag, shape, dtype and number of elements.
+            process_set, stream: as for `send`.
+
+        Returns:
+            The tensor itself, or the new one.
+
+        Raises:
+            NotInitializedError, InvalidTypeError, InvalidArgumentError: an argument is refused; the sender is not told.
+            MismatchError: the message has more elements than the tensor, or another dtype or shape than is expected;
+                names sender, tag, what was expected and what was found. The message is gone, and the tensor unchanged.
+            RankFailedError: a rank has failed or died, or the sender has shut down.
+            CollectiveTimeoutError: no message has come within COLLECTIVES_TIMEOUT; the world has failed.
+        """
+        array: Any = tensor
+        if not options and self._is_plain(array, src, tag) and self._delivery.receive_at_once(array, src, tag):
+            return array  # type: ignore[no-any-return]
+        posted, finish, _ = self._posted(array, src, tag, options)
         self._transfers.complete(posted)
         self._tell(posted, options)
-        return finish()
+        received: Tensor | npt.NDArray[Any] = finish()
+        return received
 
-    def irecv(self, tensor: Any, src: int, tag: int = 0, **options: Unpack[IreceiveOptions]) -> MessageHandle:
+    @overload
+    def irecv(
+        self, tensor: None, src: int, tag: int = 0, *, like: Tensor, **options: Unpack[NewTensorOptions]
+    ) -> MessageHandle[Tensor]: ...
+
+    @overload
+    def irecv(
+        self, tensor: None, src: int, tag: int = 0, **options: Unpack[NewTensorOptions]
+    ) -> MessageHandle[npt.NDArray[Any]]: ...
+
+    @overload
+    def irecv(
+        self, tensor: Tensor, src: int, tag: int = 0, **options: Unpack[MessageOptions]
+    ) -> MessageHandle[Tensor]: ...
+
+    def irecv(
+        self, tensor: Tensor | None, src: int, tag: int = 0, **options: Unpack[IreceiveOptions]
+    ) -> MessageHandle[Tensor] | MessageHandle[npt.NDArray[Any]]:
+        """Begin to `recv` and return at once.
+
+        Returns a handle as `isend` does, whose result is that of `recv`, and whose ``status`` tells what was received.
+        The tensor may not be used until it is done. Receives that fit the same message get theirs in the order of the
+        calls.
+        """
         posted, finish, writes = self._posted(tensor, src, tag, options, IreceiveOptions)
         fence = finish if isinstance(finish, _ToDevice) else None
         return self._transfers.start(posted, lambda handle: finish() if fence is None else None, fence, writes=writes)
+
+    @overload
+    def sendrecv(
+        self,
+        tensor: Any,
+        dst: int,
+        into: None,
+        src: int,
+        tag: int = 0,
+        recv_tag: int | None = None,
+        *,
+        like: Tensor,
+        status: Status | None = None,
+        **options: Unpack[NewTensorOptions],
+    ) -> Tensor: ...
+
+    @overload
+    def sendrecv(
+        self,
+        tensor: Tensor,
+        dst: int,
+        into: None,
+        src: int,
+        tag: int = 0,
+        recv_tag: int | None = None,
+        *,
+        status: Status | None = None,
+        **options: Unpack[NewTensorOptions],
+    ) -> Tensor: ...
+
+    @overload
+    def sendrecv(
+        self,
+        tensor: Any,
+        dst: int,
+        into: Tensor,
+        src: int,
+        tag: int = 0,
+        recv_tag: int | None = None,
+        *,
+        status: Status | None = None,
+        **options: Unpack[MessageOptions],
+    ) -> Tensor: ...
 
     def sendrecv(
         self,
         tensor: Any,
         dst: int,
-        into: Any,
+        into: Tensor | None,
         src: int,
         tag: int = 0,
         recv_tag: int | None = None,
         **options: Unpack[ReceiveOptions],
-    ) -> Any:
+    ) -> Tensor:
+        """`send` one tensor and `recv` another at the same time, so that ranks in a ring do not wait for each other.
+
+        Args:
+            tensor, dst, tag: of the message that is sent.
+            into, src, recv_tag: of the message that is received; ``recv_tag`` is ``tag`` by default. ``into`` None: a
+                new tensor is made, of the type of ``tensor`` by default.
+            like, shape, dtype, status, process_set, stream: as for `recv`.
+
+        Returns:
+            What `recv` returns.
+        """
+        array: Any = into
         transfers, delivery, expected = self._transfers, self._delivery, tag if recv_tag is None else recv_tag
-        plain = not options and self._is_plain(tensor, dst, tag) and self._is_plain(into, src, expected)
+        plain = not options and self._is_plain(tensor, dst, tag) and self._is_plain(array, src, expected)
         message, received = (
-            delivery.sendrecv_at_once(tensor, dst, tag, into, src, expected) if plain else (False, False)
+            delivery.sendrecv_at_once(tensor, dst, tag, array, src, expected) if plain else (False, False)
         )
         if message is True:
-            return into if received else self.recv(into, src, expected)
+            return array if received else self.recv(array, src, expected)  # type: ignore[no-any-return]
         posted: Posted | None = None
         if message is False:
-            if into is None and options.get("like") is None:
+            if array is None and options.get("like") is None:
                 options["like"] = tensor
             message, _ = self._outgoing(tensor, dst, tag, options.get("stream"))
-            posted, finish, _ = self._posted(into, src, expected, options)
+            posted, finish, _ = self._posted(array, src, expected, options)
         try:
             transfers.begin(message)
             if posted is None and not received:
-                posted, finish, _ = self._posted(into, src, expected, options)
+                posted, finish, _ = self._posted(array, src, expected, options)
             if posted is not None:
                 transfers.begin(posted)
             transfers.complete(message)
@@ -132,9 +286,10 @@ class Messages:
             raise
         delivery.check_refused(message)
         if posted is None:
-            return into
+            return array  # type: ignore[no-any-return]
         self._tell(posted, options)
-        return finish()
+        result: Tensor = finish()
+        return result
 
     def _tell(self, posted: Posted, options: ReceiveOptions) -> None:
         """Fill the status of a receive that is done, if the caller has given one."""

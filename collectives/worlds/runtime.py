@@ -338,37 +338,27 @@ def process_set_of(number: int) -> ProcessSet:
 
 
 def root_in(process_set: ProcessSetLike | int | None, root_rank: Any, name: str | None = None) -> Any:
-    """Convert a root from a rank of all ranks to a rank of a process set; a refusal is told to the set's other ranks.
-
-    Args:
-        process_set: the set, or its number; None for all ranks.
-        root_rank: the root.
-        name: of the operation.
-    """
-    if process_set is None or process_set is global_process_set:
-        return root_rank
-    members = world_of(process_set)
-    resolved_set: Any = default.known.of(process_set) if isinstance(process_set, int) else process_set
-    try:
-        return resolved_set.number_of(root_rank)
-    except InvalidArgumentError as error:
-        raise members.refused(error, name) from None
+    """Convert the root of the operation ``name`` from a rank of all ranks to a rank of a process set; a refusal is told
+    to the set's other ranks."""
+    return rank_in(process_set, root_rank, "root_rank", name)
 
 
-def peer_in(process_set: ProcessSetLike | int | None, rank: Any, argument: str) -> Any:
-    """Convert the other side of a message from a rank of all ranks to a rank of a process set; negative numbers stand
-    for any rank, and stay.
+def rank_in(process_set: ProcessSetLike | int | None, rank: Any, argument: str, name: str | None = None) -> Any:
+    """`root_in`; or, for the other ``argument`` s, the same of the other side of a message, of which no rank is told.
 
     Raises:
         InvalidArgumentError: the rank is not in the set.
     """
-    if process_set is None or process_set is global_process_set or rank == ANY_SOURCE:
+    is_root = argument == "root_rank"
+    if process_set is None or process_set is global_process_set or (rank == ANY_SOURCE and not is_root):
         return rank
     members = world_of(process_set)
     resolved_set: Any = default.known.of(process_set) if isinstance(process_set, int) else process_set
     try:
         return resolved_set.number_of(rank, argument)
     except InvalidArgumentError as error:
+        if is_root:
+            raise members.refused(error, name) from None
         raise InvalidArgumentError(f"rank {members.ranks[members.rank]}: {error}") from None
 
 

@@ -15,7 +15,7 @@ from collectives.transport import backoff
 
 _ACKNOWLEDGE_WITHIN = 1.0
 """Seconds; fewer than the rank whose failure it is gives the others until it ends the job
-(`collectives.worlds.failures`)."""
+(`collectives.worlds.exit_hooks`)."""
 
 _keeping: set[FailureHandler] = set()
 """Those that keep what a peer may still touch, or have yet to release their world."""

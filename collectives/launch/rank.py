@@ -11,7 +11,7 @@ sent as frames, each a line on stderr: launchers forward whole lines from every 
 the rank, one letter, the bytes with DLE and line feed escaped, and a line feed:
 
     o, e    the rank's stdout and stderr
-    r       the record that ``collectives.worlds.failures`` writes when the rank fails, a line of JSON
+    r       the record that ``collectives.worlds.exit_hooks`` writes when the rank fails, a line of JSON
     x       a failure seen from outside (an exception before ``init()``, ``os._exit``, ``kill -9``), a line of JSON
 
 The rank's stdout and stderr are pseudo-terminals if the launcher's own are terminals, for progress bars and colours.
@@ -51,7 +51,7 @@ _TORCHS_PLACE = "COLLECTIVES_TORCHS_PLACE"
 """The variable that says that torch's are set by this program; see ``collectives.base.launchers``."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 RECORDS = "COLLECTIVES_RECORDS"
-"""The variable with the path to which the rank writes its record, as in ``collectives.worlds.failures``."""
+"""The variable with the path to which the rank writes its record, as in ``collectives.worlds.exit_hooks``."""
 MARK = b"\x10"
 _FRAME = 4096
 """Maximum bytes of a frame: writes to a pipe are atomic up to PIPE_BUF, so a launcher never reads half a frame."""

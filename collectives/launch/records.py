@@ -1,7 +1,7 @@
 """Collect the ranks' failure records, and find the first failure among its consequences.
 
-There are two kinds of records: from inside the rank (``collectives.worlds.failures``: exact time, whole traceback), and
-from outside (``collectives.launch.rank``: any way to end), where the reason is the rank's last output on stderr.
+There are two kinds of records: from inside the rank (``collectives.worlds.exit_hooks``: exact time, whole traceback),
+and from outside (``collectives.launch.rank``: any way to end), where the reason is the rank's last output on stderr.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.launch.api import CALL, FAILURE, RESULT
 from collectives.launch.rank import RANK_VARIABLES
-from collectives.worlds import failures
+from collectives.worlds import exit_hooks
 
 
 def main(folder: Path) -> None:
@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
         of_function = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, of_function))
         consequence = isinstance(error, (RankFailedError, CollectiveTimeoutError))
-        failures.record(str(folder / FAILURE.format(rank)), rank, failures.Failure(1, text, consequence))
+        exit_hooks.record(str(folder / FAILURE.format(rank)), rank, exit_hooks.Failure(1, text, consequence))
         raise
     # Renamed when complete, so that no reader sees a part of it.
     part = folder / f"{RESULT.format(rank)}.part"

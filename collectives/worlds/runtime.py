@@ -26,7 +26,7 @@ from collectives.engine.messages.matching import ANY_SOURCE
 from collectives.transport.stores.rendezvous import Asked
 from collectives.transport.stores.rendezvous import asked as check_asked
 from collectives.worlds import connect, summary
-from collectives.worlds.failures import RECORDS, Hooks, install
+from collectives.worlds.exit_hooks import RECORDS, Hooks
 from collectives.worlds.known_sets import KnownSets
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.world import World
@@ -437,7 +437,7 @@ def _watch_exit() -> None:
         connect.finalize_at_exit()  # exit handlers run in reverse order
         rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), "0")
         records = os.environ.get(RECORDS)
-        default.hooks = install(int(rank), connect.abort, _publish, records, all_left=_all_left, leave=_leave)
+        default.hooks = Hooks(int(rank), connect.abort, _publish, records, all_left=_all_left, leave=_leave)
 
 
 def _publish(text: str) -> None:

@@ -1,8 +1,8 @@
 """Real jobs, with Open MPI and MPICH: however a rank fails, all end, its traceback comes last, and its exit code is
 returned.
 
-The ranks use mpi4py and ``collectives.worlds.failures`` only, but those on several hosts. The harness bounds every job
-and finds what is left behind.
+The ranks use mpi4py and ``collectives.worlds.exit_hooks`` only, but those on several hosts. The harness bounds every
+job and finds what is left behind.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CONNECTED = """
 import os, signal, sys
 from pathlib import Path
 from mpi4py import MPI
-from collectives.worlds import failures
+from collectives.worlds import exit_hooks
 world = MPI.COMM_WORLD
 shared = {line.split()[5] for line in open("/proc/self/maps") if "/dev/shm/" in line and "deleted" not in line}
 Path(__file__).with_name(f"shared-{world.rank}").write_text("\\n".join(shared))
-failures.install(world.rank, world.Abort, lambda text: None, os.environ.get("COLLECTIVES_RECORDS"))
+exit_hooks.Hooks(world.rank, world.Abort, lambda text: None, os.environ.get("COLLECTIVES_RECORDS"))
 world.Barrier()
 if world.rank != 1:
     world.recv(source=1)  # never sent

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from collectives.launch import rank
-from collectives.worlds import failures
+from collectives.worlds import exit_hooks
 
 PLACE = {"PATH": os.environ["PATH"], "PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
 
@@ -56,13 +56,13 @@ def test_a_good_rank_leaves_no_record() -> None:
 
 
 def test_what_exits_records_is_passed_on_even_from_a_process_below(tmp_path: Path) -> None:
-    assert rank.RECORDS == failures.RECORDS
+    assert rank.RECORDS == exit_hooks.RECORDS
     record = f"""
 import os, sys
-sys.path.insert(0, {os.path.dirname(os.path.dirname(failures.__file__))!r})
-from collectives.worlds import failures
-failures.record(os.environ[failures.RECORDS], 3, failures.Failure(4, "é" * 20_000 + "the reason", True))
-failures.record(os.environ[failures.RECORDS], 3, failures.Failure(5, "later"))
+sys.path.insert(0, {os.path.dirname(os.path.dirname(exit_hooks.__file__))!r})
+from collectives.worlds import exit_hooks
+exit_hooks.record(os.environ[exit_hooks.RECORDS], 3, exit_hooks.Failure(4, "é" * 20_000 + "the reason", True))
+exit_hooks.record(os.environ[exit_hooks.RECORDS], 3, exit_hooks.Failure(5, "later"))
 """
     code, found = ended(
         f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {record!r}], check=True)\nsys.exit(4)"
@@ -70,7 +70,7 @@ failures.record(os.environ[failures.RECORDS], 3, failures.Failure(5, "later"))
     first, second = map(json.loads, found["r"].splitlines())
     assert code == 4 and first["text"].endswith("éthe reason") and len(first["text"]) == 10_000
     assert (first["rank"], first["code"], first["consequence"], second["code"]) == (3, 4, True, 5)
-    failures.record(str(tmp_path / "gone" / "away"), 3, failures.Failure(5, "nowhere to write"))
+    exit_hooks.record(str(tmp_path / "gone" / "away"), 3, exit_hooks.Failure(5, "nowhere to write"))
 
 
 def test_all_output_is_passed_on() -> None:

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from collectives.worlds import failures
+from collectives.worlds import exit_hooks
 
 PRELUDE = """
 import os, sys
-from collectives.worlds import failures
+from collectives.worlds import exit_hooks
 def abort(code):
     print("ABORT", code, flush=True)
     os._exit(code)
 alone = lambda: True
 before = sys.excepthook, sys.exit
-hooks = failures.install(7, abort, lambda text: print("PUBLISH", repr(text)), os.environ.get("COLLECTIVES_RECORDS"),
+hooks = exit_hooks.Hooks(7, abort, lambda text: print("PUBLISH", repr(text)), os.environ.get("COLLECTIVES_RECORDS"),
                       all_left=lambda: alone(), leave=lambda: print("LEAVE"), grace=0.2)
 """
 
@@ -145,7 +145,7 @@ def test_hooks_chain_and_are_taken_out_again() -> None:
 
 def test_install_in_this_process_changes_nothing_for_good() -> None:
     before = sys.excepthook, sys.exit
-    hooks = failures.install(0, lambda code: None, lambda text: None)
+    hooks = exit_hooks.Hooks(0, lambda code: None, lambda text: None)
     with pytest.raises(SystemExit) as leaving:
         sys.exit(5)
     assert type(leaving.value) is SystemExit and leaving.value.code == 5

@@ -1,7 +1,7 @@
 """The end of a rank: a failure is published to the peers and ends the job; a clean exit leaves no peer waiting.
 
 Under plain ``mpirun`` a rank that raises, or calls ``sys.exit(3)``, hangs: it waits for its peers in ``MPI_Finalize``,
-while they wait for it in a collective. ``install`` therefore watches how this process ends.
+while they wait for it in a collective. `Hooks` therefore watch how this process ends.
 
     uncaught exception    the traceback is printed as always, recorded, and published to the peers; once they have
     or ``sys.exit(3)``    ended too, or after a bounded time, ``abort`` ends the job with the exit code
@@ -12,7 +12,7 @@ Other ends (``os._exit``, a signal, ``raise SystemExit(3)`` without ``sys.exit``
 from outside; such a ``SystemExit`` counts as a clean exit here. An exception that ends a thread does not end the
 process, and is ignored.
 
-This module does not depend on MPI: `install` is given the functions that it calls, and nothing changes before.
+This module does not depend on MPI: `Hooks` are given the functions that they call, and nothing changes before.
 """
 
 from __future__ import annotations
@@ -54,18 +54,31 @@ class Failure:
 
 
 class Hooks:
-    """The installed hooks. ``remove`` takes them out again; it is idempotent."""
+    """Watches how this process ends, so that its peers do not wait for it, until ``remove``, which is idempotent.
+
+    Args:
+        rank: this rank, for records and messages.
+        abort: ends the whole job with an exit code, such as ``MPI.COMM_WORLD.Abort``. Called last.
+        publish: sends the text of a failure to the peers, whose waits then raise ``RankFailedError``. Must not block.
+        records: path of the failure record, normally ``os.environ.get(RECORDS)``; None: no record.
+        all_left: whether all peers have called `leave` or died. That they know of the failure is not enough, because
+            their programs may still handle it. Must not block.
+        leave: tells the peers that this rank has gone, whatever its exit code. Must not block for long.
+        grace: seconds, at most, to wait until all have left (twice that for a rank that fails because another did).
+    """
 
     def __init__(
         self,
         rank: int,
         abort: Callable[[int], None],
         publish: Callable[[str], None],
-        records: str | None,
-        all_left: Callable[[], bool],
-        leave: Callable[[], None],
-        grace: float,
+        records: str | None = None,
+        *,
+        all_left: Callable[[], bool] = lambda: True,
+        leave: Callable[[], None] = lambda: None,
+        grace: float = 2.0,
     ) -> None:
+        _guard_forked_children()
         self._rank, self._abort, self._publish, self._records = rank, abort, publish, records
         self._all_left, self._leave, self._grace = all_left, leave, grace
         self._watcher = _Watcher(self._on_failure, self._at_exit)
@@ -103,35 +116,6 @@ class Hooks:
         with _reporting(self._rank, "waiting for the other ranks"):
             alone = self._all_left()
         return alone
-
-
-def install(
-    rank: int,
-    abort: Callable[[int], None],
-    publish: Callable[[str], None],
-    records: str | None = None,
-    *,
-    all_left: Callable[[], bool] = lambda: True,
-    leave: Callable[[], None] = lambda: None,
-    grace: float = 2.0,
-) -> Hooks:
-    """Watch how this process ends, so that its peers do not wait for it.
-
-    Args:
-        rank: this rank, for records and messages.
-        abort: ends the whole job with an exit code, such as ``MPI.COMM_WORLD.Abort``. Called last.
-        publish: sends the text of a failure to the peers, whose waits then raise ``RankFailedError``. Must not block.
-        records: path of the failure record, normally ``os.environ.get(RECORDS)``; None: no record.
-        all_left: whether all peers have called `leave` or died. That they know of the failure is not enough, because
-            their programs may still handle it. Must not block.
-        leave: tells the peers that this rank has gone, whatever its exit code. Must not block for long.
-        grace: seconds, at most, to wait until all have left (twice that for a rank that fails because another did).
-
-    Returns:
-        The hooks; ``remove()`` them when the world is shut down.
-    """
-    _guard_forked_children()
-    return Hooks(rank, abort, publish, records, all_left, leave, grace)
 
 
 def record(path: str, rank: int, failure: Failure) -> None:

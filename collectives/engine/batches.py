@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from collectives import fusion
 from collectives.base.errors import OutOfMemoryError
 from collectives.base.reduce_op import Op
-from collectives.engine.buckets import Bucket, LocatedBucket
-from collectives.engine.buffer_bucket import BufferBucket
+from collectives.engine.buckets import Bucket, BufferBucket, LocatedBucket
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.located import one_tensor
@@ -160,7 +159,6 @@ class Batch:
         statistics.bytes_reduced += self.nbytes
         packed = sum(nbytes for (task, _), nbytes in zip(self.tasks, self._bytes, strict=True) if task.packs)
         statistics.bytes_packed += packed
-        statistics.bytes_unpacked += packed
 
     def _meet(self, task: Task, handles: Sequence[Handle], prepared: Callable[[], object] = lambda: None) -> None:
         """Prepare a task other than the first, call ``prepared``, and meet the other ranks.

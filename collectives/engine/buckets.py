@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ from collectives import fusion
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
-from collectives.engine.tasks import HostTask, Words
+from collectives.engine.tasks import HostTask, OneTensor, Words
 from collectives.plan.mapped_bucket import PeerTensors
 from collectives.plan.planner import Choice
 from collectives.tensors import reduction
@@ -60,7 +61,7 @@ class Bucket(HostTask):
             with reduction.quiet():
                 pieces.scale_operands()
             pieces.operands = pieces.outs
-        self._context.run_plan(self._plan, True, self.entry.warns)
+        self._context.run_quietly(self.entry.warns, self._context.executor.run, self._plan, True)
         self._release_pieces()
 
     def withdraw(self) -> None:
@@ -148,3 +149,42 @@ class LocatedBucket(Bucket):
 def _is_reached(words: Array) -> bool:
     """Whether the tensors of a rank with these words are mapped, or published in mapped results."""
     return bool((words[words.size // 2 :] & MAPPED).all())
+
+
+class BufferBucket(OneTensor):
+    """Several all-reduces of one dtype, operation and scaling that are copied into a buffer, and carried out as one of
+    it: where neither windows nor direct reads reach every rank. Arguments as of `Bucket`."""
+
+    packs = True
+    description = "copied"
+
+    def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:
+        self._pieces = fusion.Pieces([entry.count for entry in entries])
+        super().__init__(context, context.entries.of_buffer(entries[0], self._pieces.total, choice))
+        self.token = entries[0].signature
+        self._prescale = entries[0].prescale
+        self._buffer: Array = np.empty(0)
+
+    def prepare_handles(self, handles: Sequence[Handle]) -> Words:
+        context, pieces = self._context, self._pieces
+        pieces.sources = [handle.source for handle in handles]
+        pieces.scale = None if context.joined else self._prescale
+        buffer = context.buffer(pieces.total, self.entry.dtype)
+        if self._buffer.base is not buffer.base:
+            self._buffer = buffer
+        with reduction.quiet():
+            pieces.gather(0, pieces.total, self._buffer)
+        return self.prepare(self._buffer, self._buffer)
+
+    def run_handles(self, handles: Sequence[Handle]) -> None:
+        self.run()
+        timeline, begun, pieces = self._context.timeline, time.monotonic(), self._pieces
+        pieces.outs = [handle.out for handle in handles]
+        pieces.scatter(self._buffer)
+        if timeline is not None:
+            timeline.span("engine", "unpack", begun, time.monotonic())
+        pieces.sources = pieces.outs = ()
+
+    def withdraw(self) -> None:
+        super().withdraw()
+        self._pieces.sources = ()

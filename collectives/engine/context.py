@@ -14,7 +14,6 @@ from collectives.engine.host_requests import HostRequestCache
 from collectives.engine.request_cache import CachedRequest
 from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
-from collectives.plan.plan import Plan
 from collectives.plan.planner import Planner
 from collectives.tensors import reduction
 from collectives.tensors.result_pool import ResultPool
@@ -44,7 +43,7 @@ class Statistics:
     """Lists of several operations that were planned."""
     bytes_reduced: int = 0
     bytes_packed: int = 0
-    bytes_unpacked: int = 0
+    """Copied into a buffer or window, and out of it."""
 
     def copy(self) -> Statistics:
         """The counters as they are now."""
@@ -130,10 +129,6 @@ class Context:
         self._buffer = np.empty(0, np.uint8)
         del self.executor, self.entries, self.plans
 
-    def run_plan(self, plan: Plan, staged: bool, warns: bool) -> None:
-        """Run a plan as `Executor.run` does, without NumPy's warnings if its kernels may emit some."""
-        self.run_quietly(warns, self.executor.run, plan, staged)
-
     def run_quietly(self, warns: bool, run: Callable[..., object], *arguments: Any) -> None:
         """``run(*arguments)``, without NumPy's warnings if its kernels may emit some."""
         # Not around the caller's waits: a context admits one thread at a time.
@@ -141,11 +136,6 @@ class Context:
             self.quietly(run, *arguments)
         else:
             run(*arguments)
-
-    def scale(self, scaling: reduction.Scaling, source: Array, out: Array) -> None:
-        """Write the scaled ``source`` into ``out``, without NumPy's warnings."""
-        with reduction.quiet():
-            scaling(source, out)
 
 
 def _nothing() -> int:

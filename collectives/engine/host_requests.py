@@ -57,7 +57,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
     ) -> CachedRequest:
         if op is Op.ADASUM:
             return self._adasum(collective, view, options)
-        dtype, shape, nbytes, native = view.dtype, view.shape, view.nbytes, self._native
+        dtype, shape, nbytes = view.dtype, view.shape, view.nbytes
         count = view.array.size  # the functions below must not keep the view, and with it the caller's memory
         kernel = reduction.kernel(op, dtype)
         finish = reduction.finish(op, dtype, self._size, options.postscale_factor)
@@ -67,15 +67,9 @@ class HostRequestCache(RequestCache[CachedRequest]):
 
         def make_plan(mapped: bool = False) -> Plan | Reduce | Inline:
             choice = choose(mapped)
-            if choice.inline:
-                self._plans.log_choice(collective, count, dtype, "inline", choice.why)
-                return Inline(self._size, count, dtype, kernel, finish)
-            if choice.native and native is not None:
-                self._plans.log_choice(collective, count, dtype, "native over mpi", choice.why)
-                return lambda source, out: native.native_allreduce(source, out, op)
-            return (self._plans.allreduce if collective == "allreduce" else self._plans.reducescatter)(
-                shape, dtype, choice, kernel, finish
-            )
+            if collective == "reducescatter":
+                return self._plans.reducescatter(shape, dtype, choice, kernel, finish)
+            return self._plan_allreduce(shape, dtype, choice, op, kernel, finish)
 
         choice = choose()  # raises if no choice is possible
         request = replace(
@@ -193,16 +187,38 @@ class HostRequestCache(RequestCache[CachedRequest]):
             nbytes, pieces, request.algorithm, request.transport
         )
 
-    def natively(self, entry: CachedRequest) -> Reduce:
-        """The transport's own all-reduce for requests like this one."""
-        native, op = self._native, entry.op
-        assert native is not None and op is not None
-        return lambda source, out: native.native_allreduce(source, out, op)
+    def of_buffer(self, like: CachedRequest, count: int, choice: Choice) -> CachedRequest:
+        """The request of a buffer of ``count`` elements, into which several all-reduces like this one are copied, and
+        scaled."""
+        op, kernel = like.op, like.kernel
+        assert op is not None and kernel is not None
+        request = replace(like.request, name=None, shape=(count,), prescale=1.0, parts=())
+        entry = CachedRequest(
+            request,
+            self._planner,
+            lambda: self._plan_allreduce((count,), like.dtype, choice, op, kernel, like.finish, "fused "),
+        )
+        entry.dtype, entry.finish, entry.warns = like.dtype, like.finish, like.warns
+        return entry
 
-    def inline(self, entry: CachedRequest, count: int) -> Inline:
-        """The all-reduce of ``count`` elements as words of the round, for requests like this one."""
-        assert entry.kernel is not None
-        return Inline(self._size, count, entry.dtype, entry.kernel, entry.finish)
+    def _plan_allreduce(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        choice: Choice,
+        op: Op,
+        kernel: reduction.Kernel,
+        finish: reduction.Scaling | None,
+        fused: str = "",
+    ) -> Plan | Reduce | Inline:
+        count, native = math.prod(shape), self._native
+        if choice.inline:
+            self._plans.log_choice("allreduce", count, dtype, f"{fused}inline", choice.why)
+            return Inline(self._size, count, dtype, kernel, finish)
+        if choice.native and native is not None:
+            self._plans.log_choice("allreduce", count, dtype, f"{fused}native over mpi", choice.why)
+            return lambda source, out: native.native_allreduce(source, out, op)
+        return self._plans.allreduce(shape, dtype, choice, kernel, finish)
 
     def plan_for_rows(self, entry: CachedRequest, rows: tuple[int, ...], mapped: bool) -> Plan | None:
         """The plan of an allgather for every rank's rows, or of an all-to-all for the rows of every pair of ranks, by

@@ -293,7 +293,7 @@ class BoundBucket(LocatedBucket):
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         if self.packs:
-            self._context.run_plan(self._plan, True, self.entry.warns)
+            self._context.run_quietly(self.entry.warns, self._context.executor.run, self._plan, True)
         else:
             self._context.run_quietly(self.entry.warns, self._loop.run, self._fixed)
 

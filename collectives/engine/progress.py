@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 import time
 import weakref
@@ -27,11 +28,14 @@ from collectives.engine.failure import FailureHandler
 from collectives.engine.handles import Handle
 from collectives.engine.stall import StallInspector
 from collectives.engine.submissions import Submissions, describe
-from collectives.engine.switch_interval import quick_switches
 from collectives.transport.backoff import LONGEST_NAP, YIELDS, Backoff
 
 _MOST_CYCLES = 20
 """Cycles for which the background thread waits while operations keep coming."""
+_SWITCH_INTERVAL = 2e-4
+"""Seconds after which the interpreter switches threads while a background thread works. NumPy releases the interpreter
+lock for every block and waits to get it back; a thread that computes in Python holds it for 5 ms by default, hundreds
+of times longer than a block takes."""
 _NAP, _LAZY_NAP = 20e-6, 2e-3
 _LAZY_AFTER = 1.0
 """Seconds of waiting after which naps may last ``_LAZY_NAP``."""
@@ -246,7 +250,7 @@ class Progress:
         ):
             self.driving = True
             try:
-                with quick_switches():
+                with _quick_switches():
                     self._drive(None, None)
             except BaseException:
                 return  # every handle in flight carries the error
@@ -377,3 +381,25 @@ def _run_background(reference: weakref.ref[Progress], woken: list[Progress], wor
         progress.gather()
         progress.drive_in_background()
         del progress
+
+
+_switching = threading.Lock()
+_quick_users, _interval_before = 0, 0.0
+
+
+@contextlib.contextmanager
+def _quick_switches() -> Iterator[None]:
+    """Shorten the switch interval of the process until the last of those that are in here has left."""
+    global _quick_users, _interval_before
+    with _switching:
+        if _quick_users == 0:
+            _interval_before = sys.getswitchinterval()
+            sys.setswitchinterval(min(_SWITCH_INTERVAL, _interval_before))
+        _quick_users += 1
+    try:
+        yield
+    finally:
+        with _switching:
+            _quick_users -= 1
+            if _quick_users == 0:
+                sys.setswitchinterval(_interval_before)

@@ -179,12 +179,12 @@ class OneTensor(HostTask):
         if plan is not None:
             if plan.needs_addresses:
                 self._learn_places(plan, entry.dtype)
-            context.run_plan(plan, plan.staged, entry.warns)
+            context.run_quietly(entry.warns, context.executor.run, plan, plan.staged)
             self._clear_arrays()
         elif entry.native is not None:
             entry.native(self._source, self._out)
             if entry.finish is not None:
-                context.scale(entry.finish, self._out, self._out)
+                context.quietly(entry.finish, self._out, self._out)
         elif entry.inline is not None:
             context.quietly(entry.inline.reduce, context.control.words_of, self._out)
         self._source = self._out = _EMPTY
@@ -212,7 +212,7 @@ class OneTensor(HostTask):
         # Scaled into the output where that is possible: it is overwritten anyway.
         into_output = out is not source and out.size == source.size
         scaled = out if into_output else context.pool.empty(source.shape, source.dtype)
-        context.scale(entry.prescale, source, scaled)
+        context.quietly(entry.prescale, source, scaled)
         return scaled
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
@@ -235,7 +235,7 @@ class AdasumTensor(HostTask):
         source, out, size, rank = handle.source, handle.out, context.size, context.rank
         if entry.prescale is not None and not context.joined:
             scaled = context.pool.empty(source.shape, source.dtype)
-            context.scale(entry.prescale, source, scaled)
+            context.quietly(entry.prescale, source, scaled)
             source = scaled
         sizes = partition.split(source.size, size)
         slices = np.empty((size, sizes[rank]), source.dtype)
@@ -249,7 +249,7 @@ class AdasumTensor(HostTask):
         halves.cast(vectors[0], own_part)
         self._move(entry.plan_for((1,), lambda: self._gather(sizes, entry.dtype)), own_part, out)
         if entry.finish is not None:
-            context.scale(entry.finish, out, out)
+            context.quietly(entry.finish, out, out)
 
     def _sum(self, dots: Array) -> None:
         """All-reduce in place within this task: the ranks need not agree on it."""
@@ -272,7 +272,7 @@ class AdasumTensor(HostTask):
         assert plan is not None
         self._context.meet(self.token, self._set_arrays(source, out))
         self._learn_places(plan, source.dtype)
-        self._context.run_plan(plan, False, False)
+        self._context.executor.run(plan)
         self._clear_arrays()
 
 

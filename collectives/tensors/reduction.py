@@ -81,6 +81,9 @@ def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling 
     truncates toward zero and is exact for all 64 bits; with a factor the product is taken in float64 and truncated
     (beyond the dtype's range the result depends on the hardware). Bool: an average is already complete; with a factor,
     true if the product is not zero.
+
+    Whatever completes a block applies it: `plan.binder`, `fast_paths`, `one_reduction`, `mapped_loops`, `mapped_bucket`
+    and `packing_binder`; without a plan `engine.inline`, `tasks` and `buckets`.
     """
     if not op.divides(dtype) or size == 1:
         return prescale(dtype, postscale)

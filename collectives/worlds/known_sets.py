@@ -1,15 +1,23 @@
-"""The process sets of a world, by number."""
+"""The process sets of a world, by number, and those that `init` is given.
+
+A communicator has different members on different ranks, as after a split. An element of the list that `init` is given
+therefore stands for all its different sets, in the order of the ranks, and every rank makes them all.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from collectives.base.errors import InvalidArgumentError, InvalidTypeError
-from collectives.worlds import initial_process_sets
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Ranks = tuple[int, ...]
 
 
 class KnownSets:
@@ -62,16 +70,14 @@ class KnownSets:
         """Make the sets that `init` was given, with the communicator or ranks ``comm`` that it was given.
 
         Raises:
-            InvalidArgumentError, MismatchError: see `initial_process_sets`, and `recognize`.
+            InvalidArgumentError, MismatchError: see `_ranks_of`, `_agreed` and `recognize`.
         """
         own_sets = []
         try:
-            own_sets = [
-                (initial_process_sets.ranks_of(members, comm), members.mpi_comm is not None) for members in process_sets
-            ]
+            own_sets = [(_ranks_of(members, comm), members.mpi_comm is not None) for members in process_sets]
         except InvalidArgumentError as error:
             raise root.refused(error, "init.process_sets.length") from None
-        for ranks in initial_process_sets.agreed(root, own_sets):
+        for ranks in _agreed(root, own_sets):
             if self._number_of(ranks) is None:
                 self._make(ProcessSet(ranks), root, ranks)
         self.recognize(process_sets, root, comm)
@@ -85,7 +91,7 @@ class KnownSets:
         seen: set[int | None] = {0}
         refused = []
         for place, members in enumerate(process_sets):
-            ranks = initial_process_sets.ranks_of(members, comm)
+            ranks = _ranks_of(members, comm)
             number = self._number_of(ranks)
             if number is None:
                 refused.append(
@@ -133,3 +139,52 @@ class KnownSets:
         number = self._free_numbers.popleft() if self._free_numbers else max(self._sets) + 1
         members.attach(number, root, child)
         self._sets[number] = members
+
+
+def _ranks_of(members: ProcessSet, comm: MPI.Intracomm | Sequence[int] | None) -> Ranks:
+    """The ranks of a set in the world that `init` makes of ``comm``.
+
+    Raises:
+        InvalidArgumentError: its communicator has ranks that are not in that world.
+    """
+    if members.mpi_comm is None:
+        return tuple(members.ranks or ())
+    from mpi4py import MPI
+
+    all_ranks: Any = comm.Get_group() if isinstance(comm, MPI.Comm) else MPI.COMM_WORLD.Get_group()
+    if comm is not None and not isinstance(comm, MPI.Comm):
+        all_ranks = all_ranks.Incl(list(comm))
+    group = members.mpi_comm.Get_group()
+    translated = group.Translate_ranks(list(range(group.Get_size())), all_ranks)
+    if MPI.UNDEFINED in translated:
+        raise InvalidArgumentError(
+            f"process_sets: the communicator {members.mpi_comm!r} has ranks that do not take part in this init()"
+        )
+    return tuple(sorted(translated))
+
+
+def _agreed(root: World, own_sets: Sequence[tuple[Ranks, bool]]) -> list[Ranks]:
+    """The sets that all ranks make, in order, without duplicates.
+
+    Args:
+        root: of all ranks.
+        own_sets: the ranks of each element of this rank's list, and whether it is a communicator.
+
+    Raises:
+        MismatchError: the lists differ in length, or in the ranks of an element that is not a communicator.
+    """
+    everyone = root.allgather_object(list(own_sets), name="init.process_sets")
+    agreed_sets: dict[Ranks, None] = {}
+    for place in range(max(map(len, everyone))):
+        at_place = [listed[place] if place < len(listed) else None for listed in everyone]
+        if len(set(at_place)) > 1 and not all(each is not None and each[1] for each in at_place):
+            answers = "; ".join(
+                f"rank {root.ranks[rank]}: {'none' if each is None else list(each[0])}"
+                for rank, each in enumerate(at_place)
+            )
+            raise MismatchError(
+                f"rank {root.ranks[root.rank]}: init: process_sets[{place}] is not the same on every rank: {answers}; "
+                f"every rank must give the same ranks, or communicators"
+            )
+        agreed_sets |= dict.fromkeys(each[0] for each in at_place if each is not None)
+    return list(agreed_sets)

@@ -7,6 +7,7 @@ ends the world.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import platform
@@ -48,7 +49,6 @@ from collectives.transport.cuda.issue_order import Turn
 from collectives.transport.group import Group
 from collectives.tuning.online import Tuning
 from collectives.tuning.search import TunedSettings
-from collectives.worlds import forks
 from collectives.worlds.messages import Messages
 from collectives.worlds.objects import Objects
 from collectives.worlds.operations import Operations
@@ -156,7 +156,7 @@ class World(_Parts):
         self._turn = turn or Turn()
         self._recorder: timeline.Timeline | None = None
         """The timeline that this world has opened, and closes; its process sets write to it too."""
-        forks.remember(self)
+        _remember(self)
 
     def _make_transfers(self) -> Transfers:
         this = weakref.ref(self)  # a world must end without the garbage collector
@@ -453,3 +453,24 @@ class _ShutDown:
 
     def __call__(self) -> CollectivesError:
         return NotInitializedError(f"rank {self._rank}: this world was shut down; call collectives.init() again")
+
+
+_worlds: list[weakref.ref[World]] = []
+"""References without callbacks: an interrupt that is handled in one, when a world ends, would be lost."""
+
+
+def _remember(world: World) -> None:
+    """Have ``world.after_fork`` called in every child that is forked while the world exists."""
+    for ended in [reference for reference in _worlds if reference() is None]:
+        with contextlib.suppress(ValueError):  # another thread has removed it
+            _worlds.remove(ended)
+    _worlds.append(weakref.ref(world))
+
+
+def _after_fork_in_child() -> None:
+    for world in filter(None, [reference() for reference in _worlds]):
+        world.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

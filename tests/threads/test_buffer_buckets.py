@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from collectives.base.reduce_op import Op
-from collectives.engine.buffer_bucket import BufferBucket
+from collectives.engine.buckets import BufferBucket
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
 from tests.support.scenarios.worlds import assert_close, ops_for, sample

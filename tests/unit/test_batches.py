@@ -197,9 +197,7 @@ def test_only_the_first_task_is_prepared_before_the_round_and_each_other_one_is_
         ("agree", 102, (102,)),
         ("run", 102, ["c"]),
     ]
-    assert around.statistics == Statistics(
-        tensors=4, buckets=3, plans_made=1, bytes_reduced=40, bytes_packed=30, bytes_unpacked=30
-    )
+    assert around.statistics == Statistics(tensors=4, buckets=3, plans_made=1, bytes_reduced=40, bytes_packed=30)
     Batch(around, [entry(4)], MIB, 7)
     assert around.statistics.plans_made == 1
 

@@ -16,7 +16,7 @@ from collectives.engine.buckets import Bucket, LocatedBucket
 from collectives.engine.context import Context
 from collectives.engine.located import LocatedTensor
 from collectives.engine.negotiation import Request
-from collectives.plan import builder, window_packing
+from collectives.plan import builder, packing_binder
 from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
 from collectives.plan.planner import Choice, Placement
@@ -32,7 +32,7 @@ TOKEN = 5
 @pytest.fixture(autouse=True)
 def small_pieces_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are combined piece by piece, or gathered first."""
-    monkeypatch.setattr(window_packing, "_LARGE_PIECE", 64)
+    monkeypatch.setattr(packing_binder, "_LARGE_PIECE", 64)
 
 
 def double(block: Array, out: Array) -> None:

@@ -37,13 +37,12 @@ class Batch:
     """The tasks of one list of operations.
 
     Args:
-        context: of the world.
         entries: the requests, with the members of grouped operations in place of the groups.
         threshold: the most bytes of a bucket.
-        chain: the list's hash.
         located_bucket: makes the buckets whose tensors may be reduced where they lie.
 
     Attributes:
+        chain: the list's hash.
         tasks: each with the positions of its operations in the list.
         generation: the ledger's, when its cache last knew all these requests.
     """
@@ -99,19 +98,12 @@ class Batch:
 
     def _copy_together(self, members: Sequence[int]) -> None:
         """Divide small tensors among buffers of at most ``_BUFFER_BYTES``."""
-        part: list[int] = []
-        filled = 0
-        for number in (*members, None):
-            nbytes = 0 if number is None else self.entries[number].nbytes
-            if part and (number is None or filled + nbytes > _BUFFER_BYTES):
-                entries = [self.entries[n] for n in part]
-                alone = len(part) == 1
-                task = self._alone(entries[0]) if alone else BufferBucket(self._context, entries, self._choose(entries))
-                self.tasks.append((task, tuple(part)))
-                part, filled = [], 0
-            if number is not None:
-                part.append(number)
-            filled += nbytes
+        nbytes = [self.entries[number].nbytes for number in members]
+        for part in fusion.plan([0] * len(members), nbytes, _BUFFER_BYTES):
+            entries = [self.entries[members[at]] for at in part]
+            alone = len(part) == 1
+            task = self._alone(entries[0]) if alone else BufferBucket(self._context, entries, self._choose(entries))
+            self.tasks.append((task, tuple(members[at] for at in part)))
 
     def _alone(self, entry: CachedRequest) -> Task:
         context = self._context

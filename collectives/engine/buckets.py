@@ -21,13 +21,8 @@ from collectives.transport.base import Array
 
 
 class Bucket(HostTask):
-    """Several all-reduces of one dtype, operation and scaling, through windows: packing is sending.
-
-    Args:
-        context: of the world.
-        entries: the requests.
-        choice: the planner's, for their bytes in all.
-    """
+    """Several all-reduces of one dtype, operation and scaling, through windows: packing is sending. ``choice`` is the
+    planner's for their bytes in all."""
 
     packs = True
 

@@ -45,18 +45,21 @@ class Statistics:
     bytes_packed: int = 0
     """Copied into a buffer or window, and out of it."""
 
+    def count_alone(self, operations: int, nbytes: int) -> None:
+        """Count operations of ``nbytes`` in all, each of which was carried out in a round of its own."""
+        self.rounds += operations
+        self.unanimous += operations
+        self.tensors += operations
+        self.buckets += operations
+        self.bytes_reduced += nbytes
+
     def copy(self) -> Statistics:
         """The counters as they are now."""
         return Statistics(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
 class Context:
-    """What the tasks of one world share.
-
-    Args:
-        group: the ranks.
-        executor, entries, plans, planner, pool: of the world.
-    """
+    """What the tasks of one world share."""
 
     def __init__(
         self,

@@ -41,14 +41,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3
 
 
 class Coordinator:
-    """The negotiation rounds of one rank.
-
-    Args:
-        context: what tasks need.
-        config: the settings.
-        names: the ranks' numbers in messages.
-        make_neutral: makes this rank's contribution to an operation once it has joined.
-        submissions, callers: this rank's operations, and the threads that wait for them.
+    """The negotiation rounds of one rank; arguments as of `collectives.engine.engine.Engine`.
 
     Attributes:
         open: the list of the round that this rank has entered, and its batch; without a batch, this rank entered with a
@@ -172,12 +165,7 @@ class Coordinator:
             self.open = ([handle], self._batch([handle]))
             return True
         self.open = None
-        statistics = self.context.statistics
-        statistics.rounds += 1
-        statistics.unanimous += 1
-        statistics.tensors += 1
-        statistics.buckets += 1
-        statistics.bytes_reduced += entry.nbytes
+        self.context.statistics.count_alone(1, entry.nbytes)
         self.settle(key, task)
         self._carried_out([handle])
         return True

@@ -39,12 +39,9 @@ class Engine:
     """The engine of one world. Methods may be called from any thread.
 
     Args:
-        context: what tasks need.
-        config: the settings.
         names: the ranks' numbers in messages.
         make_neutral: makes this rank's contribution to an operation once it has joined.
         ranks_are_threads: whether every other thread of this process is another rank.
-        in_flight: the memory of this rank's operations in flight.
     """
 
     def __init__(
@@ -312,12 +309,7 @@ class Engine:
         (self._obstacles.add if present else self._obstacles.discard)(reason)
 
     def change(self, threshold: int, cycle_time: float) -> None:
-        """Change settings; every rank does so between the same two rounds.
-
-        Args:
-            threshold: bytes at which a bucket ends.
-            cycle_time: milliseconds for which the background thread lets operations gather.
-        """
+        """Change settings; every rank does so between the same two rounds. ``cycle_time`` is in milliseconds."""
         self._coordinator.threshold, self._progress.cycle = threshold, cycle_time * 1e-3
         self._coordinator.forget_batches()
 
@@ -333,12 +325,8 @@ class Engine:
     @property
     def statistics(self) -> Statistics:
         """The counters so far; a copy."""
-        counted, alone = self.context.statistics.copy(), self._solos
-        counted.rounds += alone
-        counted.unanimous += alone
-        counted.tensors += alone
-        counted.buckets += alone
-        counted.bytes_reduced += self._solo_bytes
+        counted = self.context.statistics.copy()
+        counted.count_alone(self._solos, self._solo_bytes)
         return counted
 
     # ---- the end

@@ -28,12 +28,7 @@ def release_settled() -> None:
 
 
 class FailureHandler:
-    """Ends the operations of one engine.
-
-    Args:
-        coordinator, submissions, callers: of the engine.
-        rank: as messages call it.
-    """
+    """Ends the operations of one engine, of the ``rank`` of messages."""
 
     def __init__(self, coordinator: Coordinator, submissions: Submissions, callers: Callers, rank: int) -> None:
         self._coordinator = coordinator

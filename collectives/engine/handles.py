@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Generic, Protocol
@@ -47,93 +48,54 @@ class Driver(Protocol):
         """Return when the handle is done."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Handle(Generic[Result]):
     """One operation, or a grouped operation.
 
     Attributes:
-        entry: the request.
         source, out: input and output, 1-D arrays or `collectives.tensors.cuda_tensors.DeviceArray`; an output whose
             size is not known before is set when the operation runs.
         deliver: makes the caller's result once the operation is done.
         members: the handles of a grouped operation.
-        done: whether it is complete; then ``error`` or ``result`` is final.
-        key: its name, or its number among the unnamed, assigned by the engine; of a member, its group's name.
-        place: index of a member in its grouped operation; None otherwise.
+        rows: of allgather and all-to-all: the rows that this rank sends, to all or to each.
         reads, writes: views of the program's memory that the operation reads or writes while it is in flight; what it
             writes may be a contiguous array of which no view was made.
         extents: of a grouped operation, the memory of its members, sorted by address.
         claim: its number in `collectives.engine.overlaps`; 0 if it claims no memory of the program.
-        rows: of allgather and all-to-all: the rows that this rank sends, to all or to each.
-        gathered: of allgather and all-to-all, once done: the numbers of rows received; of device tensors, the result
-            and these.
+        done: whether it is complete; then ``error`` or ``result`` is final.
         ready, fence: of device tensors: the event after the caller's earlier work, and the fence before its later work
             (`collectives.cuda`).
+        gathered: of allgather and all-to-all, once done: the numbers of rows received; of device tensors, the result
+            and these.
+        key: its name, or its number among the unnamed, assigned by the engine; of a member, its group's name.
+        place: index of a member in its grouped operation; None otherwise.
     """
 
-    __slots__ = (
-        "_callbacks",
-        "_code",
-        "_line",
-        "claim",
-        "deliver",
-        "done",
-        "engine",
-        "entry",
-        "error",
-        "extents",
-        "fence",
-        "gathered",
-        "keep",
-        "key",
-        "members",
-        "out",
-        "place",
-        "reads",
-        "ready",
-        "result",
-        "rows",
-        "source",
-        "submitted",
-        "told",
-        "writes",
-    )
-
-    def __init__(
-        self,
-        entry: CachedRequest,
-        source: Any,
-        out: Any,
-        deliver: Callable[[Handle], Any],
-        keep: Any = None,
-        members: Sequence[Handle] = (),
-        rows: Sequence[int] = (),
-        reads: Any = None,
-        writes: Any = None,
-    ) -> None:
-        self.entry = entry
-        self.source: Any = source
-        self.out: Any = out
-        self.deliver = deliver
-        self.keep = keep
-        self.members = members
-        self.rows = rows
-        self.reads, self.writes = reads, writes
-        self.extents: Sequence[Extent] = ()
-        self.claim = 0
-        self.done = False
-        self.told = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.ready: Any = None
-        self.fence: Any = None
-        self.gathered: Any = None
-        self.key: str | int = ""
-        self.place: int | None = None
-        self.engine: Driver | None = None
-        self.submitted = time.monotonic()
-        self._callbacks: list[Callable[[Handle], object]] | None = None
-        self._code: CodeType | None = None
-        self._line = 0
+    entry: CachedRequest
+    source: Any
+    out: Any
+    deliver: Callable[[Handle], Any]
+    keep: Any = None
+    members: Sequence[Handle] = ()
+    rows: Sequence[int] = ()
+    reads: Any = None
+    writes: Any = None
+    extents: Sequence[Extent] = field(default=(), init=False)
+    claim: int = field(default=0, init=False)
+    done: bool = field(default=False, init=False)
+    told: bool = field(default=False, init=False)
+    result: Any = field(default=None, init=False)
+    error: BaseException | None = field(default=None, init=False)
+    ready: Any = field(default=None, init=False)
+    fence: Any = field(default=None, init=False)
+    gathered: Any = field(default=None, init=False)
+    key: str | int = field(default="", init=False)
+    place: int | None = field(default=None, init=False)
+    engine: Driver | None = field(default=None, init=False)
+    submitted: float = field(default_factory=time.monotonic, init=False)
+    _callbacks: list[Callable[[Handle], object]] | None = field(default=None, init=False)
+    _code: CodeType | None = field(default=None, init=False)
+    _line: int = field(default=0, init=False)
 
     @property
     def name(self) -> str:

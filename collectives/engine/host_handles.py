@@ -19,12 +19,7 @@ EMPTY = np.empty(0)
 
 
 class HostHandles:
-    """Makes the handles of one world for tensors in host memory; see `collectives.engine.requests.Handles`.
-
-    Args:
-        requests: of the world.
-        pool: where results come from.
-    """
+    """Makes the handles of one world for tensors in host memory; see `collectives.engine.requests.Handles`."""
 
     def __init__(self, requests: HostRequestCache, pool: ResultPool) -> None:
         self.requests = requests

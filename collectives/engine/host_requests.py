@@ -37,14 +37,7 @@ class NativeTransport(Protocol):
 
 
 class HostRequestCache(RequestCache[CachedRequest]):
-    """The requests of one world for tensors in host memory.
-
-    Args:
-        placement: of the ranks.
-        planner: chooses.
-        plans: makes the plans.
-        native: a transport with an all-reduce of its own, or None.
-    """
+    """The requests of one world for tensors in host memory."""
 
     def __init__(self, placement: Placement, planner: Planner, plans: Plans, native: NativeTransport | None) -> None:
         super().__init__(placement.size)

@@ -18,13 +18,8 @@ WORD_BYTES = 8
 
 
 class Inline:
-    """How one such all-reduce is carried out.
-
-    Args:
-        size: of the world.
-        count, dtype: of the tensor.
-        kernel, finish: how two tensors combine, and what scales the result, or None.
-    """
+    """How one such all-reduce is carried out: ``kernel`` combines two tensors, and ``finish``, if any, scales the
+    result."""
 
     def __init__(self, size: int, count: int, dtype: np.dtype[Any], kernel: Kernel, finish: Scaling | None) -> None:
         self._peers = range(size)
@@ -45,12 +40,8 @@ class Inline:
         return self._words
 
     def reduce(self, words_of: Callable[[int], Sequence[int]], out: Array) -> None:
-        """Combine the tensors that all ranks entered the round with.
-
-        Args:
-            words_of: `Control.words_of`, of a control plane that carries data.
-            out: takes the result; may be the memory of this rank's tensor.
-        """
+        """Combine the tensors that all ranks entered the round with (``words_of`` as of `Control`) into ``out``, which
+        may be the memory of this rank's tensor."""
         nbytes, dtype, kernel = self._nbytes, self._dtype, self._kernel
         combined: Array | None = None
         for peer in self._peers:

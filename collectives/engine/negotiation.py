@@ -102,10 +102,9 @@ _UNNAMED = f"Unnamed operations are matched by the order of calls: name the oper
 
 
 def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int] | None = None) -> MismatchError:
-    """The error for requests that differ: in which fields, and what each rank requested.
+    """The error that ``rank`` raises for requests that differ: in which fields, and what each rank requested.
 
     Args:
-        rank: the rank that raises it.
         requests: every rank's; None where a rank has joined.
         names: the ranks' numbers in messages; by default those in the group.
     """
@@ -137,14 +136,8 @@ EVERY_RANK = ("add_process_set", "remove_process_set", "start_timeline", "tune",
 
 
 def absent(rank: int, request: Request, joined: Collection[int], names: Sequence[int]) -> MismatchError | None:
-    """The error for an operation that cannot be carried out because a rank has joined; None if it can be.
-
-    Args:
-        rank: the rank that raises it.
-        request: of all ranks that have not joined.
-        joined: the ranks that have joined.
-        names: the ranks' numbers in messages.
-    """
+    """The error, as of `mismatch`, for an operation that cannot be carried out because a rank has joined; None if it
+    can be. ``request`` is that of all ranks that have not joined."""
     if request.root is not None and request.root in joined:
         return MismatchError(
             f"rank {rank}: {request.describe()}: the root, rank {names[request.root]}, has joined and has no tensor to "
@@ -167,13 +160,11 @@ Key = str | int
 def deadlock(
     rank: int, waits: Sequence[Sequence[tuple[Key, str]]], asking: Mapping[Key, Collection[int]], names: Sequence[int]
 ) -> MismatchError:
-    """The error where every rank waits, and no operation that they wait for is submitted by all.
+    """The error, as of `mismatch`, where every rank waits, and no operation that they wait for is submitted by all.
 
     Args:
-        rank: the rank that raises it.
         waits: what each rank waits for: the operation's key, and its description.
         asking: by operation, the ranks that have submitted it.
-        names: the ranks' numbers in messages.
     """
 
     def describe(key: Key, operation: str) -> str:
@@ -250,11 +241,7 @@ class Ledger:
 
     A new request is told to all ranks once, in full. A request that was carried out under a name is kept in a cache;
     from then on one bit says that a rank has submitted it again. `respond` is a pure function of the ledger and of the
-    frames.
-
-    Args:
-        size: the number of ranks.
-        capacity: of the cache; the least recently used entry is evicted.
+    frames. Of a cache of ``capacity`` entries the least recently used one is evicted.
     """
 
     def __init__(self, size: int, capacity: int) -> None:

@@ -42,17 +42,14 @@ class Bound:
     """The request, the task and the handles of one persistent operation; a `collectives.engine.request_cache.Binding`.
 
     Args:
-        context: of the world.
         template: a handle of the ordinary operation, which is not submitted; of a gather, `place_gathered` has placed
             its result.
         number: the operation's, equal on every rank.
-        result: what every start returns.
         words: for each tensor those of every rank.
         rows: for each tensor the rows of every rank, or of every pair of ranks, if it is gathered.
         threshold: the bytes at which a bucket ends, at present.
 
     Attributes:
-        entry: the request.
         source, out: the arrays; of a grouped operation tuples of them.
         result: what every start returns.
     """
@@ -142,21 +139,11 @@ class Bound:
 
 
 class Rebuilt:
-    """A persistent operation whose tensors cannot be bound: every start makes the ordinary handle anew. A `Binding`.
-
-    Args:
-        template: a handle of the ordinary operation.
-        number: the operation's, equal on every rank.
-    """
+    """A persistent operation whose tensors cannot be bound: every start makes the ordinary handle anew. A `Binding`."""
 
     def __init__(self, template: Handle, number: int) -> None:
         self._ordinary = template.entry
         self.entry = template.entry.persistent(number, self)
-
-    def adopt(self, handle: Handle) -> Handle:
-        """Make an ordinary handle one of this operation."""
-        handle.entry = self.entry
-        return handle
 
     def handle(self) -> Handle:
         raise AssertionError("every start of this operation brings its handle")
@@ -170,13 +157,8 @@ class Rebuilt:
 
 
 class BoundTensor(OneTensor):
-    """A persistent operation on one tensor, or one of a group's.
-
-    Args:
-        context, entry: as of `OneTensor`.
-        part: a handle of the tensor, which is not submitted.
-        words: of every rank's tensor.
-    """
+    """A persistent operation on one tensor, or one of a group's: that of ``part``, a handle which is not submitted.
+    ``words`` are those of every rank's tensor."""
 
     def __init__(self, context: Context, entry: CachedRequest, part: Handle, words: Sequence[Places]) -> None:
         super().__init__(context, entry)
@@ -274,12 +256,7 @@ class BoundBucket(LocatedBucket):
     """A bucket of a persistent operation."""
 
     def fix(self, members: Sequence[Handle], words: Sequence[Array]) -> None:
-        """Look up what every start needs.
-
-        Args:
-            members: a handle of each tensor.
-            words: of every rank, those of all inputs and then those of all outputs.
-        """
+        """Look up what every start needs; ``words`` are, of every rank, those of all inputs and then of all outputs."""
         pieces = self._pieces
         pieces.sources = pieces.operands = [member.source for member in members]
         pieces.outs = [member.out for member in members]
@@ -302,17 +279,8 @@ class BoundBucket(LocatedBucket):
 
 
 class BoundGroup(HostTask):
-    """A persistent grouped operation: its buckets are made once for each state of the planner.
-
-    Args:
-        context, entry: as of `HostTask`.
-        members: a handle of each tensor, which is not submitted.
-        words: for each tensor those of every rank.
-        threshold: the bytes at which a bucket ends, at present.
-
-    Attributes:
-        epoch, generation: as of `OneTensor`.
-    """
+    """A persistent grouped operation: its buckets are made once for each state of the planner. Arguments as of `Bound`;
+    ``members`` are not submitted."""
 
     description = "group"
 
@@ -371,16 +339,8 @@ class BoundGroup(HostTask):
 
 
 def place_gathered(context: Context, part: Handle, counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Make the result of an allgather or an all-to-all whose rows are fixed.
-
-    Args:
-        context: of the world.
-        part: its handle; holds the result from here on.
-        counts: the rows that each rank sends: to all, or to each receiver.
-
-    Returns:
-        The rows of every rank, or of every pair of ranks by sender.
-    """
+    """Make the result of an allgather or an all-to-all whose rows are fixed, which its handle holds from here on.
+    ``counts`` and what is returned are as of `exchanged_rows`."""
     request = part.entry.request
     received, rows = exchanged_rows(request.collective, counts, context.rank)
     out = context.pool.empty((sum(received), *(request.shape or ())), part.entry.dtype)

@@ -44,13 +44,7 @@ _RECORDED_FROM = 1e-4
 
 
 class Progress:
-    """Drives the negotiation rounds of one engine.
-
-    Args:
-        coordinator, submissions, callers: of the engine.
-        failure: is told of whatever ends a drive, before it is raised.
-        config: the settings.
-        rank: as messages and the background thread's name call it.
+    """Drives the negotiation rounds of one engine, and tells ``failure`` of whatever ends a drive, before it is raised.
 
     Attributes:
         lock: held by the driving thread. An RLock, because it knows its owner: an interrupt may come between acquiring

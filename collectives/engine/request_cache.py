@@ -63,40 +63,13 @@ class CachedRequest:
         simple: whether a blocking call can carry it out without a handle.
         step: the task that does so, kept from one call to the next.
         locates_tensors: whether the ranks tell each other where the tensors lie.
+        native, inline: in place of a plan, valid after `plan`: the transport's own reduction, or how the data travels
+            as words of the round.
         binding: of a persistent operation; None: of any other.
     """
 
     on_device = False
     """Whether its tensors are on a GPU."""
-
-    __slots__ = (
-        "_epoch",
-        "_inline",
-        "_make_mapped",
-        "_make_plan",
-        "_mapped",
-        "_native",
-        "_plan",
-        "_planner",
-        "_plans",
-        "binding",
-        "count",
-        "dtype",
-        "finish",
-        "fuses_with",
-        "kernel",
-        "locates_tensors",
-        "moves",
-        "name",
-        "nbytes",
-        "op",
-        "prescale",
-        "request",
-        "signature",
-        "simple",
-        "step",
-        "warns",
-    )
 
     def __init__(
         self,
@@ -132,20 +105,14 @@ class CachedRequest:
         self._make_mapped = make_mapped
         self._mapped: Plan | None = None
         self._plan: Plan | None = None
-        self._native: Reduce | None = None
-        self._inline: Inline | None = None
+        self.native: Reduce | None = None
+        self.inline: Inline | None = None
         self._plans: dict[tuple[int, ...], Plan | None] = {}
 
     def persistent(
         self, number: int, binding: Binding, make_plan: Callable[[], Plan | None] | None = None
     ) -> CachedRequest:
-        """The request of a persistent operation like this one.
-
-        Args:
-            number: the operation's, equal on every rank.
-            binding: of the operation.
-            make_plan: in place of this request's own.
-        """
+        """The request of a persistent operation like this one, whose ``number`` is equal on every rank."""
         clone = copy.copy(self)
         clone.request = replace(self.request, persistent=number)
         clone.signature = clone.request.signature()
@@ -174,16 +141,6 @@ class CachedRequest:
             self._mapped = plan
         return self._mapped
 
-    @property
-    def native(self) -> Reduce | None:
-        """The transport's own reduction, in place of a plan; valid after `plan`."""
-        return self._native
-
-    @property
-    def inline(self) -> Inline | None:
-        """How the data travels as words of the round, in place of a plan; valid after `plan`."""
-        return self._inline
-
     def plan_for(self, rows: tuple[int, ...], make_plan: Callable[[], Plan | None]) -> Plan | None:
         """The plan for the given rows of every rank, or of every pair of ranks."""
         if self._epoch != self._planner.epoch:
@@ -198,8 +155,8 @@ class CachedRequest:
         """Drop the plans, which refer to the windows."""
         if self.step is not None:
             self.step.release()
-        self._make_plan = self._make_mapped = self._plan = self._mapped = self._native = self.step = None
-        self._inline = None
+        self._make_plan = self._make_mapped = self._plan = self._mapped = self.step = None
+        self.native = self.inline = None
         self._plans.clear()
 
     def _renew(self) -> None:
@@ -208,8 +165,8 @@ class CachedRequest:
         self._mapped = None
         plan = self._make_plan() if self._make_plan is not None else None
         self._plan = plan if isinstance(plan, Plan) else None
-        self._inline = plan if isinstance(plan, Inline) else None
-        self._native = plan if not isinstance(plan, Plan | Inline) else None
+        self.inline = plan if isinstance(plan, Inline) else None
+        self.native = plan if not isinstance(plan, Plan | Inline) else None
 
 
 class RequestCache(ABC, Generic[Cached]):
@@ -217,9 +174,6 @@ class RequestCache(ABC, Generic[Cached]):
 
     The methods raise InvalidArgumentError, InvalidTypeError, TransportError or TypeError for an argument that no rank
     can accept, or that cannot be served here.
-
-    Args:
-        size: of the world.
 
     Attributes:
         get: returns the request of a key, or None. The key of an all-reduce without rarer keywords is its dtype, shape,

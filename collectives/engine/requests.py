@@ -64,11 +64,6 @@ class HandleFactory:
 
     Methods take the keywords that the caller has given as a mapping; `RequestCache` completes and checks them, and
     methods raise its errors.
-
-    Args:
-        rank, size: of the world.
-        host: for tensors in host memory.
-        devices: returns the handles for tensors on GPUs.
     """
 
     def __init__(self, rank: int, size: int, host: HostHandles, devices: Callable[[], Handles]) -> None:
@@ -102,7 +97,7 @@ class HandleFactory:
         view = arrays.view(tensor, writable=in_place, stream=stream)
         if stream is not None:
             keywords = _without(keywords, "stream")
-        handles: Handles = self.host if isinstance(view, View) else self.devices()
+        handles = self._of(view)
         wire = compressor.wire(view.dtype) if compressor is not None and handles is self.host else None
         if wire is not None:
             return self.host.compressed(keywords, view, tensor, average, in_place, wire, out, parts)
@@ -190,14 +185,8 @@ class HandleFactory:
         *further: Any,
         each: Iterable[tuple[Any, ...]] | None = None,
     ) -> Handle:
-        """The operation that ``make`` makes of one tensor, for several that are carried out together.
-
-        Args:
-            make: a method of this factory.
-            tensors: a list or tuple.
-            further: arguments of ``make``, behind the tensor.
-            each: and those that differ between the tensors.
-        """
+        """The operation that ``make``, a method of this factory, makes of one tensor, for several that are carried out
+        together: with the arguments ``further`` behind each tensor, and its own of ``each`` behind these."""
         if not isinstance(tensors, (list, tuple)):
             raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(tensors).__name__}")
         shared = _without(keywords, "name")

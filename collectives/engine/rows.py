@@ -156,16 +156,8 @@ class Rows(HostTask):
 
 
 def exchanged_rows(collective: str, counts: Sequence[Sequence[int]], rank: int) -> tuple[list[int], tuple[int, ...]]:
-    """What an allgather or an all-to-all moves.
-
-    Args:
-        collective: which of the two.
-        counts: the rows that each rank sends: to all, or to each receiver.
-        rank: this rank.
-
-    Returns:
-        The rows that this rank receives from each, and those of every rank, or of every pair of ranks by sender.
-    """
+    """The rows that this rank receives from each in an allgather or an all-to-all, and those of every rank, or of every
+    pair of ranks by sender; ``counts`` are the rows that each rank sends, to all or to each receiver."""
     if collective == "allgather":
         gathered = [words[0] for words in counts]
         return gathered, tuple(gathered)

@@ -32,10 +32,7 @@ Words = Sequence[int] | memoryview
 
 
 class Task:
-    """One operation, or several in one bucket.
-
-    Args:
-        entry: the request; of a bucket, the first one.
+    """One operation, or several in one bucket, of which ``entry`` is the first request.
 
     Attributes:
         token: enters the round in which the ranks meet for this task.
@@ -64,10 +61,6 @@ class Task:
 
 class HostTask(Task):
     """A task on host memory.
-
-    Args:
-        context: of the world.
-        entry: as of `Task`.
 
     Attributes:
         attempt: prepares, enters the round with a token and runs, all in one, if the plan is a single reduction;

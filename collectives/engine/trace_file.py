@@ -43,7 +43,6 @@ class TraceFile:
         """Append elements to the array. Returns whether they were appended.
 
         Args:
-            lines: the elements.
             patience: seconds to wait for a process that holds the lock.
             at_any_rate: whether to append without the lock then.
 

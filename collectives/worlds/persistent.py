@@ -172,10 +172,7 @@ class BoundOperation(PersistentOperation[Result]):
     """On memory that every rank has bound: a call is a round of the engine, and nothing else.
 
     Args:
-        operations, engine: of the world.
-        binding: of the operation.
         pin: holds its tensors.
-        result: what every start returns.
         alone: carries it out in a world of one rank, with the arguments of `Engine.run`; None in any other.
     """
 
@@ -232,8 +229,6 @@ class RebuiltOperation(PersistentOperation[Result]):
     """On tensors that cannot be bound: every start is the ordinary operation, under this one's number.
 
     Args:
-        operations: of the world.
-        binding: of the operation.
         make: makes the ordinary handle, of this operation's entry, and raises if the tensors have changed.
         options: the keywords that the operation was made with.
     """

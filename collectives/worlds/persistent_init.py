@@ -72,9 +72,6 @@ def persistent(
 class PersistentInit:
     """Makes the persistent operations of one world. The methods take the keywords of the functions of `collectives.api`
     that they are named for, without ``process_set``.
-
-    Args:
-        operations, engine, handles: of the world.
     """
 
     def __init__(self, operations: Operations, engine: Engine, handles: HandleFactory) -> None:
@@ -163,7 +160,6 @@ class PersistentInit:
         """The operation of the handles that ``make`` makes; every rank calls it.
 
         Args:
-            options: the keywords that the caller has given.
             tensors: all that the operation reads or writes and that the program knows.
             make: makes the ordinary handle, of the maker of handles and the keywords.
         """
@@ -228,7 +224,8 @@ class PersistentInit:
                     f"{binding.entry.request.describe()} cannot be started: its tensors are now those of "
                     f"{handle.entry.request.describe()}; free it and make it anew, on every rank"
                 )
-            return binding.adopt(handle)
+            handle.entry = binding.entry
+            return handle
 
         return RebuiltOperation(self._operations, binding, again, options)
 

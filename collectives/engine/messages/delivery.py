@@ -34,9 +34,6 @@ class Delivery:
     """The endpoint and the matching of one rank. Methods may be called from any thread.
 
     Args:
-        group: of the ranks.
-        engine: of the world.
-        pool: where new tensors come from.
         looks: at a ring, before all peers are polled.
         fail: tells the other ranks that this one has failed.
 

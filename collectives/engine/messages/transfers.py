@@ -91,11 +91,7 @@ class _Request:
 
 
 class MessageHandle(Handle[Result]):
-    """A message from `isend` or `irecv` until its result is fetched.
-
-    Attributes:
-        transfer: what the endpoint works on.
-    """
+    """A message from `isend` or `irecv` until its result is fetched; the endpoint works on its ``transfer``."""
 
     __slots__ = ("_owner", "transfer")
 
@@ -142,9 +138,6 @@ class Transfers:
     """The messages of one rank. Methods may be called from any thread.
 
     Args:
-        group: of the ranks.
-        engine: of the world.
-        pool: where new tensors come from.
         timeout: seconds that a wait may last while all ranks are alive.
         fail: tells the other ranks that this one has failed.
 

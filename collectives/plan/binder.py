@@ -8,6 +8,7 @@ list of closures, and neither plans nor allocates. The most frequent actions hav
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,47 +26,31 @@ PART_BYTES = 128 << 10
 """Bytes of a message that are reduced while the next ones arrive; so many are still in the cache that they came to."""
 
 
+@dataclass(eq=False)
 class Binder:
-    """Binds the rounds of one program.
+    """Binds the rounds of one program; the fields are of its plan."""
 
-    Args:
-        state: of the executor that will run it.
-        group: whose transports move the blocks.
-        windows: every rank's window as bytes; None for ranks elsewhere.
-        scratch: one array of ``dtype``: block 0 takes what is read directly, the others messages that are reduced.
-        dtype, block, segments, stride, staged: of the plan; the block in elements.
-        kernel, finish: how two blocks combine, and what scales a finished one.
-    """
+    state: ExecutorState
+    group: Group
+    windows: Sequence[Array | None]
+    """Every rank's window as bytes; None for ranks elsewhere."""
+    scratch: list[Array]
+    """One array of ``dtype``: block 0 takes what is read directly, the others messages that are reduced."""
+    dtype: np.dtype[Any]
+    block: int
+    """In elements."""
+    segments: int
+    stride: int
+    staged: bool
+    kernel: Kernel | None
+    finish: Scale | None
 
-    def __init__(
-        self,
-        state: ExecutorState,
-        group: Group,
-        windows: Sequence[Array | None],
-        scratch: list[Array],
-        dtype: np.dtype[Any],
-        block: int,
-        segments: int,
-        stride: int,
-        staged: bool,
-        kernel: Kernel | None,
-        finish: Scale | None,
-    ) -> None:
-        self._state = state
-        self._group = group
-        self._board = group.memory.board if group.memory is not None else None
-        self._dtype = dtype
-        self._itemsize = dtype.itemsize
-        self._block = block
-        self._segments = segments
-        self._stride = stride
-        self._staged = staged
-        self._kernel = kernel
-        self._finish = finish
-        self._blocks = BlockLookup(state, group.rank, windows, scratch, dtype, block)
+    def __post_init__(self) -> None:
+        self._board = self.group.memory.board if self.group.memory is not None else None
+        self._itemsize = self.dtype.itemsize
+        self._blocks = BlockLookup(self.state, self.group.rank, self.windows, self.scratch, self.dtype, self.block)
         self._buffers = 1
         """Blocks of the scratch memory in use; the first one takes what is read directly."""
-        self._scratch = scratch
         self._arrivals: dict[int, list[Any]] = {}
         """The message that an action receives in the present segment, by the action's id."""
 
@@ -84,12 +69,12 @@ class Binder:
 
     def combination(self, program: Program) -> Combination | None:
         """What the plan combines, if that is all that it does: of a staged plan of one segment within this host."""
-        if self._board is None or not self._staged or self._segments > 1:
+        if self._board is None or not self.staged or self.segments > 1:
             return None
-        return combination(program, self._group.rank, self._blocks, self._kernel, self._finish)
+        return combination(program, self.group.rank, self._blocks, self.kernel, self.finish)
 
     def _post_receive(self, action: Action, buffer: int | None) -> Do:
-        messages, length, peer = self._group.messages, self._blocks.length(action.size), action.peer
+        messages, length, peer = self.group.messages, self._blocks.length(action.size), action.peer
         assert messages is not None and action.target is not None
         into = self._blocks.own(action.target) if buffer is None else self._blocks.in_scratch(buffer)
         self._arrivals[id(action)] = arrival = [None]
@@ -102,7 +87,7 @@ class Binder:
         return post_receive
 
     def _post_send(self, action: Action) -> Do:
-        messages, length, peer = self._group.messages, self._blocks.length(action.size), action.peer
+        messages, length, peer = self.group.messages, self._blocks.length(action.size), action.peer
         assert messages is not None and action.source is not None
         block = self._blocks.own(action.source)
 
@@ -114,7 +99,7 @@ class Binder:
         return post_send
 
     def _push(self, action: Action) -> Do:
-        memory, source = self._group.memory, action.source
+        memory, source = self.group.memory, action.source
         assert memory is not None and source is not None
         length, peer, itemsize, store = self._blocks.length(action.size), action.peer, self._itemsize, memory.store
         assert action.target is not None
@@ -140,7 +125,7 @@ class Binder:
         shortcut = self._shortcut(action, wait)
         if shortcut is not None:
             return shortcut
-        if action.verb is Verb.STAGE or (action.verb is Verb.TAKE and action.peer == self._group.rank):
+        if action.verb is Verb.STAGE or (action.verb is Verb.TAKE and action.peer == self.group.rank):
             return self._copy_own(action)
         value = self._value(action, buffer)
         if action.verb is Verb.REDUCE:
@@ -151,23 +136,23 @@ class Binder:
 
     def _shortcut(self, action: Action, wait: Do) -> Do | None:
         """The closure of `fast_paths` for an action, if there is one."""
-        state, source, operand, target = self._state, action.source, action.operand, action.target
-        kernel, finish = self._kernel, self._finish if action.finish else None
+        state, source, operand, target = self.state, action.source, action.operand, action.target
+        kernel, finish = self.kernel, self.finish if action.finish else None
         if source is None or target is None:
             return None
-        if action.returned and self._segments == 1:
+        if action.returned and self.segments == 1:
             return self._one_returned(action, wait)
         if action.also is not None:
             return None
-        if action.medium is Medium.WINDOW and action.verb is Verb.STAGE and self._segments == 1:
+        if action.medium is Medium.WINDOW and action.verb is Verb.STAGE and self.segments == 1:
             return fast_paths.stage(
-                state, self._blocks.in_slots(self._group.rank, target, action.size), source, action.size
+                state, self._blocks.in_slots(self.group.rank, target, action.size), source, action.size
             )
         if target.space is not Space.OUTPUT:
             return None
-        if action.medium is Medium.WINDOW and source.space is Space.WINDOW and self._segments == 1:
+        if action.medium is Medium.WINDOW and source.space is Space.WINDOW and self.segments == 1:
             in_slots = self._blocks.in_slots(action.peer, source, action.size)
-            staged = self._staged and action.after == 0
+            staged = self.staged and action.after == 0
             if action.verb is Verb.TAKE:
                 return fast_paths.take_from_window(state, in_slots, target, action.size, wait, staged)
             if operand is not None and operand.space is Space.INPUT and kernel is not None:
@@ -182,25 +167,25 @@ class Binder:
         source, operand, target, also = action.source, action.operand, action.target, action.also
         assert source is not None and target is not None
         if action.verb is Verb.TAKE:
-            own = self._blocks.in_slots(self._group.rank, source, action.size)
-            return fast_paths.take_from_window(self._state, own, target, action.size, wait, False)
-        assert operand is not None and also is not None and self._kernel is not None
+            own = self._blocks.in_slots(self.group.rank, source, action.size)
+            return fast_paths.take_from_window(self.state, own, target, action.size, wait, False)
+        assert operand is not None and also is not None and self.kernel is not None
         in_slots = self._blocks.in_slots(action.peer, source, action.size)
-        staged = self._staged and action.after == 0
-        finish = self._finish if action.finish else None
+        staged = self.staged and action.after == 0
+        finish = self.finish if action.finish else None
         return fast_paths.reduce_in_window(
-            self._state, in_slots, operand, also, action.size, wait, staged, self._kernel, finish
+            self.state, in_slots, operand, also, action.size, wait, staged, self.kernel, finish
         )
 
     def _copy_own(self, action: Action) -> Do:
         assert action.source is not None and action.target is not None
         length = self._blocks.length(action.size)
         source, target, also = self._blocks.own(action.source), self._blocks.own(action.target), self._second(action)
-        state = self._state
+        state = self.state
         if action.verb is Verb.TAKE and (action.source.space, action.target.space) == (Space.INPUT, Space.OUTPUT):
             size, start, end = action.size, action.source.offset, action.target.offset
 
-            last = self._segments - 1
+            last = self.segments - 1
 
             # Not by segments: a copy of many MiB bypasses the caches and does not read what it overwrites. In the last
             # segment, because no peer waits for this copy.
@@ -222,8 +207,8 @@ class Binder:
         return copy_own
 
     def _reduce(self, action: Action, value: BlockOf, wait: Do) -> Do:
-        assert action.operand is not None and action.target is not None and self._kernel is not None
-        length, kernel, finish = self._blocks.length(action.size), self._kernel, self._finish if action.finish else None
+        assert action.operand is not None and action.target is not None and self.kernel is not None
+        length, kernel, finish = self._blocks.length(action.size), self.kernel, self.finish if action.finish else None
         operand, also = self._blocks.own(action.operand), self._second(action)
         target = value if action.returned else self._blocks.own(action.target)
 
@@ -243,9 +228,9 @@ class Binder:
 
     def _reduce_message(self, action: Action, value: BlockOf) -> Do:
         """Reduce a message part by part, while the next parts arrive."""
-        messages, kernel = self._group.messages, self._kernel
+        messages, kernel = self.group.messages, self.kernel
         assert action.operand is not None and action.target is not None and kernel is not None and messages is not None
-        length, finish = self._blocks.length(action.size), self._finish if action.finish else None
+        length, finish = self._blocks.length(action.size), self.finish if action.finish else None
         operand, target, also = self._blocks.own(action.operand), self._blocks.own(action.target), self._second(action)
         arrival, await_arrival, itemsize = self._arrivals[id(action)], messages.await_arrival, self._itemsize
         part = max(1, PART_BYTES // itemsize)
@@ -271,7 +256,7 @@ class Binder:
         assert action.target is not None
         length, target, also = self._blocks.length(action.size), self._blocks.own(action.target), self._second(action)
         arrives_in_place = action.medium is Medium.MESSAGE and buffer is None
-        memory, peer, itemsize = self._group.memory, action.peer, self._itemsize
+        memory, peer, itemsize = self.group.memory, action.peer, self._itemsize
         if action.medium.in_place and action.source is not None and action.source.space is not Space.WINDOW:
             assert memory is not None
             there, here, fetch = (
@@ -317,12 +302,12 @@ class Binder:
         assert source is not None
         if source.space is Space.WINDOW:
             own = action.returned and action.verb is Verb.TAKE
-            return self._blocks.in_window(self._group.rank if own else peer, source)
-        if peer == self._group.rank:
+            return self._blocks.in_window(self.group.rank if own else peer, source)
+        if peer == self.group.rank:
             return self._blocks.own(source)
-        memory, scratch, itemsize = self._group.memory, self._scratch, self._itemsize
+        memory, scratch, itemsize = self.group.memory, self.scratch, self._itemsize
         assert memory is not None
-        there, fetch, state = self._blocks.peer_address(peer, source), memory.fetch, self._state
+        there, fetch, state = self._blocks.peer_address(peer, source), memory.fetch, self.state
         remote = self._blocks.mapped(peer, source)
 
         def value(segment: int, n: int) -> Array:
@@ -337,16 +322,16 @@ class Binder:
     def _wait(self, action: Action) -> Do:
         """Wait for the action's message, or for the peer's round ``after`` of the same segment."""
         if action.medium is Medium.MESSAGE:
-            messages, arrival = self._group.messages, self._arrivals[id(action)]
+            messages, arrival = self.group.messages, self._arrivals[id(action)]
             assert messages is not None
             await_arrival = messages.await_arrival
             return lambda segment: await_arrival(arrival[0])
-        if action.after < 0 or action.peer == self._group.rank:
+        if action.after < 0 or action.peer == self.group.rank:
             return _nothing
-        board, state, peer = self._board, self._state, action.peer
+        board, state, peer = self._board, self.state, action.peer
         assert board is not None
-        seen, stride, ahead = board.seen, self._stride, action.after + 1
-        first = 1 if self._staged and action.after == 0 else 0
+        seen, stride, ahead = board.seen, self.stride, action.after + 1
+        first = 1 if self.staged and action.after == 0 else 0
 
         def wait(segment: int) -> None:
             if segment < first and state.entered_staged:

@@ -22,15 +22,8 @@ AddressOf = Callable[[int], int]
 
 
 class BlockLookup:
-    """The blocks of one plan.
-
-    Args:
-        state: of the executor that runs the plan.
-        rank: this rank.
-        windows: every rank's window as bytes; None for ranks elsewhere.
-        scratch: one array of ``dtype``, which is replaced when the scratch memory grows.
-        dtype, block: of the plan; the block in elements.
-    """
+    """The blocks of one plan; arguments as of `collectives.plan.binder.Binder`. The array of ``scratch`` is replaced
+    when the scratch memory grows."""
 
     def __init__(
         self,

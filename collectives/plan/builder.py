@@ -45,9 +45,6 @@ class Builder(ABC, Generic[C, P]):
 
     In all methods ``kernel`` combines two blocks and ``finish`` scales a reduced one (None: not at all); `_compile`
     alone reads them.
-
-    Args:
-        placement: of the ranks.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -111,13 +108,8 @@ def _whole(shape: Shape, dtype: np.dtype[Any]) -> Callable[[int], Layout]:
 
 
 class Plans(Builder[Choice, Plan]):
-    """Makes the plans of one world for host memory.
-
-    Args:
-        placement: of the ranks.
-        executor: that will run them.
-        network: what carries messages, as the plans' descriptions call it.
-    """
+    """Makes the plans of one world for host memory, which ``executor`` runs; their descriptions call what carries
+    messages ``network``."""
 
     def __init__(self, placement: Placement, executor: Executor, network: str) -> None:
         super().__init__(placement)

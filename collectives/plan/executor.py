@@ -38,13 +38,9 @@ Trace = Callable[[str, float, float], None]
 
 
 def stride_for(rounds: int, segments: int, overlap: bool, uses_windows: bool) -> int:
-    """The number of step groups between the starts of two segments.
+    """The number of step groups between the starts of two segments, which may ``overlap``.
 
-    Args:
-        rounds: of the program, at least 1.
-        segments: of the plan.
-        overlap: whether segments may overlap at all.
-        uses_windows: whether any rank has segments in window slots; one slot is always left for peers to read.
+    ``uses_windows``: any rank has segments in window slots, of which one is always left for peers to read.
     """
     if not overlap or segments == 1:
         return rounds
@@ -89,12 +85,8 @@ class Executor:
         mapped: bool = False,
         takes_slots: bool = True,
     ) -> Plan:
-        """Make a plan: every action of the program becomes a closure that takes the segment's number.
-
-        Args:
-            mapped: the tensors of all ranks are.
-            takes_slots: of the plan.
-        """
+        """Make a plan: every action of the program becomes a closure that takes the segment's number. ``mapped``: the
+        tensors of all ranks are."""
         self._grow_scratch((program.messages + (kernel is not None)) * block * dtype.itemsize)
         scratch = self._scratch_as(dtype)
         common = self.state, self._group, self._windows, scratch, dtype, block, segments, stride, staged, kernel, finish
@@ -140,11 +132,7 @@ class Executor:
         return MappedBucket(self.state, memory, self._others, pieces, start, size, block, kernel, finish)
 
     def one_reduction(self, plan: Plan, quietly: Quietly | None) -> OneReduction | None:
-        """The quickest way to agree on a plan and to run it, if one reduction is all that it does.
-
-        Args:
-            quietly: runs kernels that may emit warnings; None if they emit none.
-        """
+        """The quickest way to agree on a plan and to run it, if one reduction is all that it does."""
         board = self._board
         if board is None or plan.combination is None:
             return None

@@ -36,35 +36,15 @@ class ExecutorState:
         entered_staged: segment 0 was in the window before the call was entered, so that no rank waits for it.
     """
 
-    __slots__ = (
-        "addresses",
-        "base",
-        "entered_staged",
-        "finished",
-        "free_at",
-        "input",
-        "input_at",
-        "inputs",
-        "output",
-        "output_at",
-        "outputs",
-        "scratch_at",
-        "slot",
-    )
-
     def __init__(self, size: int) -> None:
         self.input: Array = _EMPTY
         self.output: Array = _EMPTY
-        self.input_at = 0
-        self.output_at = 0
+        self.input_at = self.output_at = self.scratch_at = 0
         self.addresses: list[Sequence[int]] = [(0, 0)] * size
         self.inputs: list[Array | None] = [None] * size
         self.outputs: list[Array | None] = [None] * size
-        self.scratch_at = 0
-        self.base = 0
-        self.slot = 0
+        self.base = self.slot = self.finished = 0
         self.free_at = [0] * SLOTS
-        self.finished = 0
         self.entered_staged = False
 
 

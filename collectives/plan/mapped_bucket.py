@@ -6,6 +6,7 @@ A rank that cannot map a peer's memory, as where its system limits mappings, cop
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -31,50 +32,39 @@ class PeerTensors(NamedTuple):
     addresses: Sequence[int]
 
 
+@dataclass(eq=False)
 class MappedBucket:
     """The loop of one bucket.
 
-    Args:
-        state: of the executor.
-        memory: of the ranks.
+    Attributes:
         peers: the other ranks, in the order in which their blocks are combined.
         pieces: the tensors; ``sources`` and ``outs`` are this rank's.
         start, size, block: of this rank's chunk of all tensors together, in elements.
-        kernel, finish: combine two blocks, and scale a reduced one.
-
-    Attributes:
         rest: tensors' numbers and slices of the peers' chunks: what they read of this rank's inputs.
     """
 
-    def __init__(
-        self,
-        state: ExecutorState,
-        memory: MemoryTransport,
-        peers: Sequence[int],
-        pieces: Pieces,
-        start: int,
-        size: int,
-        block: int,
-        kernel: Kernel,
-        finish: Scale | None,
-    ) -> None:
-        self._state = state
-        self._memory = memory
-        self._peers = tuple(peers)
-        self._pieces = pieces
+    state: ExecutorState
+    memory: MemoryTransport
+    peers: Sequence[int]
+    pieces: Pieces
+    start: int
+    size: int
+    block: int
+    kernel: Kernel
+    finish: Scale | None
+
+    def __post_init__(self) -> None:
+        pieces, start, end = self.pieces, self.start, self.start + self.size
         self._cuts = [
-            (number, slice(at, min(at + block, until)))
-            for number, first, until, _, _ in (pieces.cut(start, size) if size else ())
-            for at in range(first, until, block)
+            (number, slice(at, min(at + self.block, until)))
+            for number, first, until, _, _ in (pieces.cut(start, self.size) if self.size else ())
+            for at in range(first, until, self.block)
         ]
-        end = start + size
         self.rest = tuple(
             (number, slice(first, until))
             for at, count in ((0, start), (end, pieces.total - end))
             for number, first, until, _, _ in pieces.cut(at, count)
         )
-        self._kernel = kernel
-        self._finish = finish
 
     def run(self, peers: Sequence[PeerTensors]) -> None:
         """Reduce the pieces; all ranks have entered the call.
@@ -82,7 +72,7 @@ class MappedBucket:
         Raises:
             RankFailedError, CollectiveTimeoutError, TransportError: as the transport; arrays are undefined then.
         """
-        kernel, finish, sources, outs = self._kernel, self._finish, self._pieces.sources, self._pieces.outs
+        kernel, finish, sources, outs = self.kernel, self.finish, self.pieces.sources, self.pieces.outs
         for number, cut in self._cuts:
             source, out = sources[number], outs[number]
             result = out[cut]
@@ -99,14 +89,14 @@ class MappedBucket:
                     self._store(peer, number, cut, result)
                 else:
                     tensor[cut] = result
-        meet(self._state, self._memory.board, self._peers, 1)
+        meet(self.state, self.memory.board, self.peers, 1)
 
     def _fetch(self, peer: PeerTensors, number: int, cut: slice, like: Array) -> Array:
         block = np.empty_like(like)
         at = peer.addresses[number] + cut.start * block.itemsize
-        self._memory.fetch(peer.rank, at, block.ctypes.data, block.nbytes)
+        self.memory.fetch(peer.rank, at, block.ctypes.data, block.nbytes)
         return block
 
     def _store(self, peer: PeerTensors, number: int, cut: slice, block: Array) -> None:
         at = peer.addresses[len(peer.outputs) + number] + cut.start * block.itemsize
-        self._memory.store(peer.rank, at, block.ctypes.data, block.nbytes)
+        self.memory.store(peer.rank, at, block.ctypes.data, block.nbytes)

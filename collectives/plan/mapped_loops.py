@@ -14,6 +14,7 @@ twice: before, when all tensors are there, and after, when no rank reads or writ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
@@ -35,55 +36,44 @@ class Loop(Protocol):
         """Carry out the plan on this rank's input and output; all ranks have entered the call."""
 
 
+@dataclass(eq=False)
 class MappedReduction:
-    """The loop of a direct all-reduce or reduce-scatter.
+    """The loop of a direct all-reduce or reduce-scatter."""
 
-    Args:
-        state, board: of the executor.
-        peers: the other ranks, in the order in which their blocks are combined.
-        groups: step groups of the plan.
-        start, size, block: of this rank's chunk in the inputs, in elements.
-        out_start: of the chunk in this rank's output.
-        pushes: whether the chunk is written into the peers' outputs.
-        kernel, finish: combine two blocks, and scale a reduced one.
-    """
+    state: ExecutorState
+    board: Board
+    peers: Sequence[int]
+    """The other ranks, in the order in which their blocks are combined."""
+    groups: int
+    """Step groups of the plan."""
+    start: int
+    """Of this rank's chunk in the inputs, as all that follows in elements."""
+    size: int
+    block: int
+    out_start: int
+    """Of the chunk in this rank's output."""
+    pushes: bool
+    """Whether the chunk is written into the peers' outputs."""
+    kernel: Kernel
+    finish: Scale | None
 
-    def __init__(
-        self,
-        state: ExecutorState,
-        board: Board,
-        peers: Sequence[int],
-        groups: int,
-        start: int,
-        size: int,
-        block: int,
-        out_start: int,
-        pushes: bool,
-        kernel: Kernel,
-        finish: Scale | None,
-    ) -> None:
-        self._state = state
-        self._board = board
-        self._peers = tuple(peers)
-        self._groups = groups
-        cuts = [(at, min(at + block, size)) for at in range(0, size, block)]
+    def __post_init__(self) -> None:
+        cuts = [(at, min(at + self.block, self.size)) for at in range(0, self.size, self.block)]
         self._cuts = [
-            (slice(start + at, start + until), slice(out_start + at, out_start + until)) for at, until in cuts
+            (slice(self.start + at, self.start + until), slice(self.out_start + at, self.out_start + until))
+            for at, until in cuts
         ]
-        self._pushes = pushes
-        self._kernel = kernel
-        self._finish = finish
 
     def cut(self, views: Views) -> Any:
         blocks = []
         for cut, at in self._cuts:
             first, *rest = [source[cut] for source, _ in views]
-            targets = tuple(target[at] for _, target in views) if self._pushes else ()
+            targets = tuple(target[at] for _, target in views) if self.pushes else ()
             blocks.append((cut, at, first, tuple(rest), targets))
         return blocks
 
     def run(self, source: Array, out: Array, blocks: Any) -> None:
-        kernel, finish = self._kernel, self._finish
+        kernel, finish = self.kernel, self.finish
         in_place = source is out
         for cut, at, first, rest, targets in blocks:
             result = out[at]
@@ -95,11 +85,11 @@ class MappedReduction:
             for target in targets:
                 target[...] = result
         # As `meet`, without the calls.
-        state, board = self._state, self._board
-        state.base = progress = state.base + self._groups
+        state, board = self.state, self.board
+        state.base = progress = state.base + self.groups
         board.advance(progress)
         seen = board.seen
-        for peer in self._peers:
+        for peer in self.peers:
             if seen[peer] < progress:
                 board.wait(peer, progress)
 
@@ -108,7 +98,6 @@ class MappedMoves:
     """The loop of a plan whose every action copies a block of some rank's input into this rank's output.
 
     Args:
-        state, board, peers, groups: as of `MappedReduction`.
         moves: the peer's place in ``peers``, the first element in its input and in the output, and the number of
             elements.
         own: the same of what this rank copies from its own input, without a place.
@@ -123,10 +112,7 @@ class MappedMoves:
         moves: Sequence[tuple[int, int, int, int]],
         own: Sequence[tuple[int, int, int]],
     ) -> None:
-        self._state = state
-        self._board = board
-        self._peers = tuple(peers)
-        self._groups = groups
+        self._state, self._board, self._peers, self._groups = state, board, peers, groups
         self._moves = [
             (place, slice(source, source + size), slice(target, target + size))
             for place, source, target, size in moves
@@ -163,14 +149,8 @@ def make_loop(
     kernel: Kernel | None,
     finish: Scale | None,
 ) -> Loop | None:
-    """The loop that does what a program for mapped tensors says; None if it is none of these.
-
-    Args:
-        program: all of whose exchanges are in place, and which takes no window slots on any rank.
-        rank: this rank.
-        state, board, peers, groups, kernel, finish: as of `MappedReduction`.
-        block: elements that are combined at once.
-    """
+    """The loop that does what a program for mapped tensors says, all of whose exchanges are in place, and which takes
+    no window slots on any rank; None if it is none of these. Arguments as of `MappedReduction`."""
     acts = [action for each in program.rounds for action in each.rest if action.verb is not Verb.AWAIT]
     pushes = [action for each in program.rounds for action in each.pushes]
     if not acts and not pushes and not program.touched_by:

@@ -36,13 +36,7 @@ class Combination(NamedTuple):
 def combination(
     program: Program, rank: int, blocks: BlockLookup, kernel: Kernel | None, finish: Scale | None
 ) -> Combination | None:
-    """What a staged program of one segment combines; None if it does anything else.
-
-    Args:
-        rank: this rank.
-        blocks: finds them.
-        kernel, finish: of the plan.
-    """
+    """What a staged program of one segment combines; None if it does anything else."""
     if kernel is None or len(program.rounds) != 2:
         return None
     stage, combine = program.rounds
@@ -75,14 +69,8 @@ def combination(
 
 class OneReduction:
     """A one-shot all-reduce of one block, from the first byte to the last: each rank stages its block, enters the round
-    in which the ranks agree, and combines what all have staged.
-
-    Args:
-        state, board: of the executor.
-        combination: what is combined.
-        enter_and_look: of the group's control plane.
-        quietly: runs kernels that may emit warnings; None if they emit none.
-    """
+    in which the ranks agree, and combines what all have staged. ``quietly`` runs kernels that may emit warnings; it
+    is None if they emit none."""
 
     def __init__(
         self,
@@ -92,8 +80,7 @@ class OneReduction:
         enter_and_look: EnterAndLook,
         quietly: Quietly | None,
     ) -> None:
-        self._state = state
-        self._board = board
+        self._state, self._board = state, board
         self._enter_and_look = enter_and_look
         self._advance = board.advance
         own, (first, second, *others), kernel, finish = combination

@@ -52,7 +52,7 @@ class PackingBinder(Binder):
 
     def _pack(self, action: Action, start: int, window: BlockOf) -> Do:
         """Gather a block of the inputs into the window, where peers read it."""
-        pieces, length, block = self._pieces, self._blocks.length(action.size), self._block
+        pieces, length, block = self._pieces, self._blocks.length(action.size), self.block
 
         def pack(segment: int) -> None:
             n = length(segment)
@@ -63,7 +63,7 @@ class PackingBinder(Binder):
 
     def _unpack(self, action: Action, value: BlockOf, into: BlockOf | None, outputs: int | None, wait: Do) -> Do:
         """Copy a peer's block to the outputs, into the own window, or both."""
-        pieces, length, block = self._pieces, self._blocks.length(action.size), self._block
+        pieces, length, block = self._pieces, self._blocks.length(action.size), self.block
 
         def unpack(segment: int) -> None:
             n = length(segment)
@@ -85,8 +85,8 @@ class PackingBinder(Binder):
             into: the window's block for the result, or None; ``value`` itself if the result replaces the peer's block.
             outputs: the first element of the result in the outputs, or None.
         """
-        pieces, length, block, scratch = self._pieces, self._blocks.length(action.size), self._block, self._scratch
-        operand, kernel, finish = action.operand, self._kernel, self._finish if action.finish else None
+        pieces, length, block, scratch = self._pieces, self._blocks.length(action.size), self.block, self.scratch
+        operand, kernel, finish = action.operand, self.kernel, self.finish if action.finish else None
         assert operand is not None and kernel is not None
         own = self._blocks.own(operand) if operand.space is Space.WINDOW else None
         start, from_inputs = operand.offset, operand.space is Space.INPUT

@@ -11,23 +11,11 @@ from collectives.plan.program import Program
 
 
 class BoundRound:
-    """The closures of one round, in the order in which they run.
-
-    Attributes:
-        posts: post sends and receives.
-        pushes: write into peers' memory.
-        first: posts and pushes.
-        rest: the others.
-        drain_first: whether all messages must have arrived, and have been sent, before the rest.
-    """
-
-    __slots__ = ("drain_first", "first", "has_messages", "posts", "pushes", "rest")
+    """The closures of one round, in the order in which they run: first ``posts`` of messages, and ``pushes`` into the
+    peers' memory. With ``drain_first`` all messages must have arrived, and have been sent, before the rest."""
 
     def __init__(self, posts: Sequence[Do], pushes: Sequence[Do], rest: Sequence[Do], drain_first: bool) -> None:
-        self.posts = posts
-        self.pushes = pushes
-        self.rest = rest
-        self.drain_first = drain_first
+        self.posts, self.pushes, self.rest, self.drain_first = posts, pushes, rest, drain_first
         self.first = (*posts, *pushes)
         self.has_messages = bool(posts)
 
@@ -49,25 +37,6 @@ class Plan:
             the call's beginning, after which it does so no more.
         combination: what the plan combines, if that is all that it does; None otherwise.
     """
-
-    __slots__ = (
-        "combination",
-        "description",
-        "groups",
-        "later",
-        "loop",
-        "needs_addresses",
-        "partners",
-        "reads_outputs",
-        "rest",
-        "rounds",
-        "segments",
-        "staged",
-        "stride",
-        "takes_slots",
-        "touched_by",
-        "uses_window",
-    )
 
     def __init__(
         self,

@@ -38,15 +38,8 @@ class ChunkValue:
 
 
 class Versions:
-    """One rank's schedule, chunk by chunk, with the versions of chunks and their places.
-
-    Args:
-        schedule: of the rank.
-        layout: where chunks lie in inputs and outputs.
-        block: elements that a segment takes from each chunk.
-        medium_of: how two ranks exchange blocks.
-        staged: whether the ranks of a host read only windows.
-        versioned: whether every version of a chunk has its own block of the window.
+    """One rank's schedule, chunk by chunk, with the versions of chunks and their places; arguments as of
+    `collectives.plan.lowering.compile_program`.
 
     Attributes:
         rounds: the steps, each of one chunk.

@@ -17,7 +17,7 @@ from collectives.base.config import Config
 from collectives.engine.batches import Batch
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
-from collectives.plan.planner import Crossovers, Planner
+from collectives.plan.planner import Planner
 from collectives.schedules import registry
 from collectives.tuning.search import SearchSpace, TunedSettings, Tuner
 from collectives.tuning.steps import Steps
@@ -34,7 +34,6 @@ class Tuning:
     """Tunes the settings of one world.
 
     Args:
-        engine, planner: of the world.
         config: settings that differ from the defaults there are not tuned.
         start: changes to begin with, by name; then all settings are tuned.
     """
@@ -83,21 +82,17 @@ class Tuning:
         self._seconds = self._ended = 0.0
         if start:
             self._apply(self.settings)
-        self._over = False
+        self.done = False
+        """Whether the search has ended and the best settings are in force."""
         engine.on_batch(self._after)
         engine.set_obstacle("tuning")
-
-    @property
-    def done(self) -> bool:
-        """Whether the search has ended and the best settings are in force."""
-        return self._over
 
     def _after(self, batch: Batch, handles: Sequence[Handle], submitted: float) -> None:
         """Score a batch that every rank has carried out; where steps begin does not depend on a clock."""
         now = time.monotonic()
         if self._training.begins([_known(handle) for handle in handles]):
             self._end_step()
-            if self._over:
+            if self.done:
                 return
         self._bytes += batch.nbytes
         # Without the time that it waited for the batches before it.
@@ -128,7 +123,7 @@ class Tuning:
         if settings != self.settings:
             self._apply(settings)
         if done:
-            self._over = True
+            self.done = True
             self._engine.on_batch(None)
             self._engine.set_obstacle("tuning", False)
             if self._tuner is not None:
@@ -164,20 +159,10 @@ class Tuning:
     def _apply(self, settings: TunedSettings) -> None:
         self.settings = settings
         self._steps_done = -1
-        crossovers = self._planner.crossovers
         self._planner.change(
             algorithm=settings.algorithm,
             segment=settings.segment,
-            crossovers=Crossovers(
-                one_shot=settings.one_shot,
-                window=settings.window,
-                window_moves=crossovers.window_moves,
-                flat_broadcast=crossovers.flat_broadcast,
-                native=crossovers.native,
-                doubling=crossovers.doubling,
-                straight=crossovers.straight,
-                inline=crossovers.inline,
-            ),
+            crossovers=replace(self._planner.crossovers, one_shot=settings.one_shot, window=settings.window),
         )
         self._engine.change(settings.fusion_threshold, settings.cycle_time)
 

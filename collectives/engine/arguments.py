@@ -39,12 +39,17 @@ def factor(argument: str, value: Any) -> float:
 
 def root(value: Any, size: int) -> int:
     """Convert the root of a broadcast to a rank."""
+    return integer("root_rank", value, "a rank", size - 1)
+
+
+def integer(argument: str, value: Any, expected: str, most: int) -> int:
+    """Convert an integer from 0 to ``most``, which messages call what is ``expected``."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InvalidTypeError(f"root_rank: expected a rank (an int from 0 to {size - 1}), got {value!r}")
-    rank = int(value.__index__())
-    if not 0 <= rank < size:
-        raise InvalidArgumentError(f"root_rank: expected a rank from 0 to {size - 1}, got {rank}")
-    return rank
+        raise InvalidTypeError(f"{argument}: expected {expected} from 0 to {most}, got {value!r}")
+    number = int(value.__index__())
+    if not 0 <= number <= most:
+        raise InvalidArgumentError(f"{argument}: expected {expected} from 0 to {most}, got {number}")
+    return number
 
 
 def check_name(name: Any) -> None:

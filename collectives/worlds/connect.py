@@ -89,11 +89,7 @@ def connect(
     """The group of the ranks that `collectives.init` joins, whose errors this raises.
 
     What the program or the user names comes first, then MPI, if an MPI launcher has started this process, then what
-    other launchers say.
-
-    Args:
-        comm, config, asked: of `init`.
-        before: called before this process begins to join others.
+    other launchers say. ``before`` is called before this process begins to join others.
     """
     if comm is None and rendezvous.told(os.environ, config, asked):
         return _meet(config, before, asked) or thread_groups.connect(1)[0]

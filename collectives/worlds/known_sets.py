@@ -22,10 +22,7 @@ Ranks = tuple[int, ...]
 
 class KnownSets:
     """The process sets that every rank of a world has made, in the same order. The numbers of removed ones are assigned
-    again, in the order of their removal.
-
-    Args:
-        everyone: the set of all ranks, which has the number 0 and stays.
+    again, in the order of their removal; that of ``everyone`` is 0, and stays.
     """
 
     def __init__(self, everyone: ProcessSet) -> None:
@@ -164,11 +161,8 @@ def _ranks_of(members: ProcessSet, comm: MPI.Intracomm | Sequence[int] | None) -
 
 
 def _agreed(root: World, own_sets: Sequence[tuple[Ranks, bool]]) -> list[Ranks]:
-    """The sets that all ranks make, in order, without duplicates.
-
-    Args:
-        root: of all ranks.
-        own_sets: the ranks of each element of this rank's list, and whether it is a communicator.
+    """The sets that all ranks make, in order, without duplicates; ``own_sets`` are the ranks of each element of this
+    rank's list, and whether it is a communicator.
 
     Raises:
         MismatchError: the lists differ in length, or in the ranks of an element that is not a communicator.

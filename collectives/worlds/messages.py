@@ -21,6 +21,7 @@ from collectives.base.options import (
     ReceiveOptions,
     refuse_unknown,
 )
+from collectives.engine import arguments
 from collectives.engine.handles import Handle
 from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG, Posted
 from collectives.engine.messages.transfers import MessageHandle, Status, Transfers
@@ -39,11 +40,7 @@ _Finish = Callable[[], Any]
 
 
 class Messages:
-    """What a rank of a world sends and receives; ranks are those of the world, but in a `Status`.
-
-    Args:
-        ranks: the ranks' numbers in the outermost world.
-    """
+    """What a rank of a world sends and receives; ranks are those of the world, but in a `Status`."""
 
     def __init__(self, rank: int, ranks: Sequence[int], transfers: Transfers) -> None:
         self._rank, self._ranks, self._size = rank, ranks, len(ranks)
@@ -98,7 +95,8 @@ class Messages:
     def _outgoing(self, tensor: Any, dst: Any, tag: Any, stream: Any) -> tuple[Outgoing, Any]:
         """A message that has not been sent, and the view of its tensor."""
         try:
-            peer, tag = self._peer(dst, "dst"), _tag(tag)
+            peer = arguments.integer("dst", dst, "a rank", self._size - 1)
+            tag = arguments.integer("tag", tag, "an integer", MOST_TAG)
             view = arrays.view(tensor, stream=stream)
             array = view.array if isinstance(view, View) else view.on_host()
         except CollectivesError as error:
@@ -160,7 +158,7 @@ class Messages:
             return array  # type: ignore[no-any-return]
         posted, finish, _ = self._posted(array, src, tag, options)
         self._transfers.complete(posted)
-        self._tell(posted, options)
+        self._fill_status(posted, options)
         received: Tensor | npt.NDArray[Any] = finish()
         return received
 
@@ -287,11 +285,11 @@ class Messages:
         delivery.check_refused(message)
         if posted is None:
             return array  # type: ignore[no-any-return]
-        self._tell(posted, options)
+        self._fill_status(posted, options)
         result: Tensor = finish()
         return result
 
-    def _tell(self, posted: Posted, options: ReceiveOptions) -> None:
+    def _fill_status(self, posted: Posted, options: ReceiveOptions) -> None:
         """Fill the status of a receive that is done, if the caller has given one."""
         status = options.get("status")
         if status is not None:
@@ -303,8 +301,8 @@ class Messages:
         """A receive that has not begun; what makes its result; and the view of the memory that it writes."""
         refuse_unknown(options, accepted)
         try:
-            source = ANY_SOURCE if src == ANY_SOURCE else self._peer(src, "src")
-            tag = ANY_TAG if tag == ANY_TAG else _tag(tag)
+            source = ANY_SOURCE if src == ANY_SOURCE else arguments.integer("src", src, "a rank", self._size - 1)
+            tag = ANY_TAG if tag == ANY_TAG else arguments.integer("tag", tag, "an integer", MOST_TAG)
             if tensor is None:
                 return self._posted_new(source, tag, options)
             for name in ("like", "shape", "dtype"):
@@ -357,16 +355,6 @@ class Messages:
             and tensor.flags.carray
         )
 
-    def _peer(self, rank: Any, argument: str) -> int:
-        size = self._size
-        if type(rank) is not int:
-            if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-                raise InvalidTypeError(f"{argument}: expected a rank from 0 to {size - 1}, got {rank!r}")
-            rank = int(rank.__index__())
-        if not 0 <= rank < size:
-            raise InvalidArgumentError(f"{argument}: expected a rank from 0 to {size - 1}, got {rank}")
-        return int(rank)
-
     def _named(self, error: CollectivesError) -> CollectivesError:
         """An error of an argument, with the rank."""
         if not str(error).startswith("rank "):
@@ -376,12 +364,7 @@ class Messages:
 
 class _ToDevice:
     """Brings what was received into host memory to a GPU: in a blocking call, or as the fence of a handle, in the
-    thread that fetches the result.
-
-    Args:
-        posted: the receive.
-        view: of the tensor, or of one that the result is like.
-        tensor: the tensor; None: the result is new.
+    thread that fetches the result. ``view`` is that of ``tensor``; or, where the result is new, of one that it is like.
     """
 
     def __init__(self, posted: Posted, view: Any, tensor: Any = None) -> None:
@@ -412,16 +395,6 @@ class _ToDevice:
     def passed(self) -> bool:
         """As `collectives.cuda.completion.Fence`."""
         return True
-
-
-def _tag(tag: Any) -> int:
-    if type(tag) is not int:
-        if isinstance(tag, bool) or not hasattr(tag, "__index__"):
-            raise InvalidTypeError(f"tag: expected an integer from 0 to {MOST_TAG}, got {tag!r}")
-        tag = int(tag.__index__())
-    if not 0 <= tag <= MOST_TAG:
-        raise InvalidArgumentError(f"tag: expected an integer from 0 to {MOST_TAG}, got {tag}")
-    return int(tag)
 
 
 def _dtype(dtype: Any) -> str:

@@ -25,7 +25,6 @@ class Objects:
     """The collectives of objects of one world; the methods are those of `collectives.api`.
 
     Args:
-        operations: of the world.
         key: with which objects are signed that travel over a network; None where none do. Blocks of tensors are not
             signed, and a process that can change them must not be able to have code executed.
     """

@@ -36,29 +36,15 @@ Tensor = TypeVar("Tensor")
 _NDARRAY = np.ndarray
 
 
-class Operations:
+class Operations(Refusals):
     """What the ranks of a world do together. The methods take the keywords of the functions of `collectives.api` that
-    they are named for, without ``process_set``.
-
-    Args:
-        rank: of the world.
-        ranks: the ranks' numbers in the outermost world; messages call them by these.
-        engine: of the world.
-        handles: makes its handles.
-        pool: where results come from.
+    they are named for, without ``process_set``. Results come from ``pool``.
     """
 
     def __init__(
-        self,
-        rank: int,
-        ranks: Sequence[int],
-        engine: Engine,
-        handles: HandleFactory,
-        pool: ResultPool,
+        self, rank: int, ranks: Sequence[int], engine: Engine, handles: HandleFactory, pool: ResultPool
     ) -> None:
-        self.rank, self.size, self.ranks = rank, len(ranks), ranks
-        self._engine = engine
-        self._handles = handles
+        super().__init__(rank, ranks, engine, handles)
         self._host = handles.host
         self._requests = handles.host.requests
         self._run, self._submit = engine.run, engine.submit
@@ -66,9 +52,6 @@ class Operations:
             handles.host.requests.get if self.size > 1 else _nothing_known
         )
         self._pool = pool
-        refusals = Refusals(ranks[rank], self.size == 1, engine, handles)
-        self.check_state, self.refused, self.refusing = refusals.check_state, refusals.refused, refusals.refusing
-        self.ahead_of, self.composed = refusals.ahead_of, refusals.composed
 
     def _close(self) -> None:
         """Drop the caches, and with them views into the windows. Later calls are refused."""
@@ -310,11 +293,8 @@ class Operations:
     # ---- the frequent case: neither a view nor a handle is made
 
     def _known_as(self, tensor: Any, *key: Any) -> CachedRequest | None:
-        """The request of an array that the engine can work on as it is, if it has come before.
-
-        Args:
-            key: in the request cache, behind dtype and shape.
-        """
+        """The request of an array that the engine can work on as it is, if it has come before; ``key`` is what stands
+        behind dtype and shape in the request cache."""
         if type(tensor) is _NDARRAY and tensor.flags.carray:
             try:
                 return self._known((tensor.dtype, tensor.shape, *key))
@@ -356,12 +336,7 @@ class Operations:
     def begin(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Handle:
         """Submit the operation that ``make(handles, *arguments, **options)`` makes, or tell the other ranks why it is
         refused."""
-        try:
-            handle = make(self._handles, *arguments, **options)
-            if handle.fence is not None or handle.members:
-                self._mark(handle)
-        except Exception as error:
-            raise self.refused(error, options.get("name")) from None
+        handle = self._made(make, options, *arguments)
         if self.size == 1:
             self.check_state()
             return self._handles.run_alone(handle)
@@ -371,12 +346,7 @@ class Operations:
     def carry_out(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Any:
         """Carry out the operation that ``make(handles, *arguments, **options)`` makes, or tell the other ranks why it
         is refused."""
-        try:
-            handle = make(self._handles, *arguments, **options)
-            if handle.fence is not None or handle.members:
-                self._mark(handle)
-        except Exception as error:
-            raise self.refused(error, options.get("name")) from None
+        handle = self._made(make, options, *arguments)
         if self.size == 1:
             self.check_state()
             return self._handles.run_alone(handle).wait()
@@ -384,10 +354,16 @@ class Operations:
             self._engine.guarded(handle.finish)  # which may be a meeting of all ranks
         return handle.wait()
 
-    def _mark(self, handle: Handle) -> None:
-        """Order an operation on GPU tensors after the work that their streams have been given so far."""
-        if any(part.fence is not None for part in (handle, *handle.members)):
-            self._handles.devices().mark(handle)
+    def _made(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Handle:
+        """The handle of an operation; one on GPU tensors comes after the work that their streams have been given so
+        far."""
+        try:
+            handle = make(self._handles, *arguments, **options)
+            if handle.fence is not None or (handle.members and any(part.fence is not None for part in handle.members)):
+                self._handles.devices().mark(handle)
+        except Exception as error:
+            raise self.refused(error, options.get("name")) from None
+        return handle
 
 
 def _allreduce(

@@ -91,14 +91,10 @@ class ProcessSet:
     def number_of(self, rank: object, argument: str = "root_rank") -> object:
         """Convert a rank of the whole world to a rank of the set. Objects that are not ranks are returned as they are.
 
-        Args:
-            rank: of the whole world.
-            argument: its name in messages.
-
         Raises:
             InvalidArgumentError: the rank is not in the set.
         """
-        world = self.world()
+        self.world()
         if self._ranks is None or isinstance(rank, bool) or not hasattr(rank, "__index__"):
             return rank
         number = int(rank.__index__())
@@ -106,7 +102,7 @@ class ProcessSet:
             raise InvalidArgumentError(
                 f"{argument}: expected a rank of {self}, got {number}; ranks are those of the whole world"
             )
-        return self._ranks.index(number) if world is not None else number
+        return self._ranks.index(number)
 
     def attach(self, number: int, root: World, world: World | None, ranks: Iterable[int] | None = None) -> None:
         """Make the set usable, as set ``number`` of ``root``; ``ranks``: those of its communicator."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from collectives.base.errors import CollectivesError, MismatchError, RankFailedError, in_words
@@ -12,17 +12,11 @@ from collectives.engine.requests import HandleFactory
 
 
 class Refusals:
-    """Tells the other ranks of a world about calls that this one refuses.
+    """Tells the other ranks of a world about calls that this one refuses; ``ranks`` are their numbers in messages."""
 
-    Args:
-        name: this rank's number in messages.
-        alone: whether there are no other ranks.
-        engine: of the world.
-        handles: makes its handles.
-    """
-
-    def __init__(self, name: int, alone: bool, engine: Engine, handles: HandleFactory) -> None:
-        self._name, self._alone = name, alone
+    def __init__(self, rank: int, ranks: Sequence[int], engine: Engine, handles: HandleFactory) -> None:
+        self.rank, self.size, self.ranks = rank, len(ranks), ranks
+        self._name = ranks[rank]
         self._engine = engine
         self._handles = handles
 
@@ -88,7 +82,7 @@ class Refusals:
         """Submit the mark of a call that this rank cannot make; unless every rank knows of the error, or ``always``."""
         if (
             self._engine.refusal is not None
-            or self._alone
+            or self.size == 1
             or (isinstance(error, (MismatchError, RankFailedError)) and not always)
         ):
             return

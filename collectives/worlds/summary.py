@@ -12,14 +12,7 @@ def mpi_version(text: str) -> str:
 
 
 def describe(placement: Placement, transport: str, library: str, network: str) -> str:
-    """Describe a world.
-
-    Args:
-        placement: of the ranks.
-        transport: the setting.
-        library: name and version of the MPI; empty where none connects the ranks.
-        network: what carries messages: "mpi" or "tcp".
-    """
+    """Describe a world. ``library`` is the name and version of the MPI; empty where none connects the ranks."""
     if placement.size == 1:
         return "1 rank, without MPI"
     messages = f"{network.upper()} messages"

@@ -48,14 +48,8 @@ def begun(
 
 
 def like(described: Callable[..., Any], call: Function, name: str, returns: Any) -> Function:
-    """Give a function that takes any arguments the parameters and the documentation of another one.
-
-    Args:
-        described: the other one.
-        call: the function.
-        name: of its own, which tracebacks and messages show as well.
-        returns: the annotation of its result.
-    """
+    """Give ``call``, which takes any arguments, the parameters and the documentation of another function, and a name of
+    its own, which tracebacks and messages show as well. ``returns`` is the annotation of its result."""
     function: Any = functools.update_wrapper(call, described)  # type: ignore[arg-type]
     function.__name__ = function.__qualname__ = name
     function.__code__ = function.__code__.replace(co_name=name)

@@ -74,8 +74,6 @@ class World(_Parts):
     """One rank of a group. Methods may be called from any thread.
 
     Args:
-        group: of the ranks.
-        config: the settings; the defaults if it is None.
         turn: of this rank, if this is a process set of another world; orders the two worlds' uses of NCCL.
 
     Attributes:
@@ -85,6 +83,7 @@ class World(_Parts):
         cross_rank, cross_size: this host, and the number of hosts, among the ranks with this local rank.
         ranks: the ranks' numbers in the outermost world; messages call them by these.
         network: what carries messages between the ranks: "mpi", "tcp" or "threads"; empty where there is one rank.
+        tuning: the search for better settings; None if there is none.
     """
 
     def __init__(
@@ -148,10 +147,10 @@ class World(_Parts):
         objects = Objects(self.operations, group.key)
         messages = Messages(self.rank, self.ranks, self._transfers)
         for part in (self.operations, self._persistent, objects, messages):
-            for name in (*vars(type(part)), *vars(part)):
+            for name in dir(part):
                 if not name.startswith("_"):
                     setattr(self, name, getattr(part, name))
-        self._tuning = Tuning(self._engine, self.planner, config) if config.autotune and self.size > 1 else None
+        self.tuning = Tuning(self._engine, self.planner, config) if config.autotune and self.size > 1 else None
         self._children: list[World] = []
         self._turn = turn or Turn()
         self._recorder: timeline.Timeline | None = None
@@ -235,12 +234,7 @@ class World(_Parts):
         return child
 
     def remove_process_set(self, ranks: Sequence[int], child: World | None) -> None:
-        """Shut a process set down; every rank of this world calls it.
-
-        Args:
-            ranks: of the set.
-            child: its world, on its members.
-        """
+        """Shut a process set down; every rank of this world calls it. ``child`` is the set's world, on its members."""
         self.operations.meet("remove_process_set", ranks=tuple(ranks))
         if child is not None:
             self._children.remove(child)
@@ -273,7 +267,7 @@ class World(_Parts):
         """
 
         def begin(_: Handle) -> None:
-            self._tuning = Tuning(self._engine, self.planner, self.config, start)
+            self.tuning = Tuning(self._engine, self.planner, self.config, start)
 
         unknown = start.keys() - TunedSettings.__dataclass_fields__.keys()
         if unknown:
@@ -283,11 +277,6 @@ class World(_Parts):
             raise self.refused(InvalidArgumentError(text), None)
         # Settings decide the plans: ranks with different ones would move different bytes.
         self.operations.meet("tune", begin, what=", ".join(f"{name}={start[name]!r}" for name in sorted(start)))
-
-    @property
-    def tuning(self) -> Tuning | None:
-        """The search for better settings; None if there is none."""
-        return self._tuning
 
     # ---- the timeline
 
@@ -371,8 +360,8 @@ class World(_Parts):
             failed = engine.abandon() or engine.refusal is not None
             engine.refuse(_ShutDown(self.ranks[self.rank]))
             self.stop_timeline()
-            if self._tuning is not None:
-                self._tuning.close()
+            if self.tuning is not None:
+                self.tuning.close()
             if not may_speak:
                 self._transfers.close()
                 return
@@ -420,8 +409,8 @@ class World(_Parts):
         for child in self._children:
             child.leave()
         self.stop_timeline()
-        if self._tuning is not None:
-            self._tuning.close()
+        if self.tuning is not None:
+            self.tuning.close()
 
     def all_left(self) -> bool:
         """Whether every other rank has left or died; ranks whose programs still handle a failure have not."""

@@ -63,10 +63,8 @@ def plan(keys: Sequence[Hashable | None], nbytes: Sequence[int], threshold: int)
 class Pieces:
     """Several tensors as one, whose blocks consist of pieces of the tensors.
 
-    Args:
-        counts: elements of each tensor.
-
     Attributes:
+        counts: elements of each tensor.
         total: elements of all tensors.
         sources, outs: each tensor's input and output, 1-D arrays of one dtype; set before every run.
         operands: the own values to combine: the inputs, or the outputs if the inputs were scaled into them.

@@ -35,6 +35,8 @@ class CachedDeviceRequest(CachedRequest):
         packs: whether it travels in a buffer even when it is alone.
     """
 
+    __slots__ = ("divide", "host", "packs", "scale", "wire")
+
     on_device = True
 
     def __init__(self, request: Request, planner: Planner, host: CachedRequest, wire: np.dtype[Any]) -> None:

@@ -36,10 +36,8 @@ class _Here(threading.local):
 class Callers:
     """The calling threads of one engine.
 
-    Args:
-        ranks_are_threads: whether every other thread of this process is another rank, as with the transport of threads.
-
     Attributes:
+        ranks_are_threads: whether every other thread of this process is another rank, as with the transport of threads.
         followers: of the threads that sleep, or are about to, until another thread stops driving.
         awaited: the handles that threads wait for without a timeout.
         here: whether the current thread is known as one that calls; which takes half as long to look up as the thread.

@@ -21,7 +21,7 @@ from collectives.engine.callers import Callers
 from collectives.engine.context import Context, Statistics
 from collectives.engine.coordinator import MASK, NUMBER, Coordinator
 from collectives.engine.failure import FailureHandler
-from collectives.engine.handles import Handle
+from collectives.engine.handles import EMPTY, Handle, no_result
 from collectives.engine.located import one_tensor
 from collectives.engine.negotiation import Request
 from collectives.engine.overlaps import InFlight
@@ -116,12 +116,8 @@ class Engine:
         Returns:
             The handle, complete; None if the operation was carried out without one.
         """
-        coordinator, submissions, progress, callers = (
-            self._coordinator,
-            self._submissions,
-            self._progress,
-            self._callers,
-        )
+        coordinator, submissions = self._coordinator, self._submissions
+        progress, callers = self._progress, self._callers
         idle = False
         try:
             if (entry.simple or type(out) is GatheredRows) and self._acquire(False):
@@ -233,14 +229,14 @@ class Engine:
         if entry.binding is not None:
             return entry.binding.handle()
         if keep is None:
-            return Handle(entry, source, out, deliver or _no_result)
+            return Handle(entry, source, out, deliver or no_result)
         if type(keep[0]) is not View:
             keep = (view(keep[0], writable=out is source), *keep[1:])
         if out is not source:
-            return Handle(entry, source, out, deliver or _no_result, keep, reads=keep[0], writes=view(out))
+            return Handle(entry, source, out, deliver or no_result, keep, reads=keep[0], writes=view(out))
         if entry.request.root == self.context.rank:
-            return Handle(entry, source, out, deliver or _no_result, keep, reads=keep[0])
-        return Handle(entry, source, out, deliver or _no_result, keep, writes=keep[0])
+            return Handle(entry, source, out, deliver or no_result, keep, reads=keep[0])
+        return Handle(entry, source, out, deliver or no_result, keep, writes=keep[0])
 
     def _run_with_handle(self, handle: Handle) -> Handle:
         self._progress.refuse_reentry()
@@ -253,7 +249,7 @@ class Engine:
         """Only this rank knows which of its tensors share memory: tell the others by a mark in place of the
         operation."""
         mark = self.context.entries.plain("invalid", handle.entry.request.name, detail=f"InvalidArgumentError: {why}")
-        self.submit(Handle(mark, _NO_ARRAY, _NO_ARRAY, _no_result))
+        self.submit(Handle(mark, EMPTY, EMPTY, no_result))
         raise InvalidArgumentError(f"rank {self._rank}: {why}")
 
     # ---- joining
@@ -265,7 +261,7 @@ class Engine:
         self._progress.refuse_reentry()
         if self._coordinator.joining is not None:
             raise InvalidArgumentError(f"rank {self._rank}: join() was called while another thread is in join()")
-        handle = Handle(self.context.entries.plain("join"), _NO_ARRAY, _NO_ARRAY, lambda handle: handle.keep)
+        handle = Handle(self.context.entries.plain("join"), EMPTY, EMPTY, lambda handle: handle.keep)
         handle.engine = self
         handle.key = "join"
         self._coordinator.begin_join(handle)
@@ -353,10 +349,3 @@ class Engine:
         self._owns, self._work_is_set = self._progress.lock._is_owned, self._submissions.work.is_set
         self._obstacles.add("refusal")
         self._submissions.refusal = refusal  # of a failed world too: a child must not speak for its parent
-
-
-def _no_result(handle: Handle) -> None:
-    """The result of an operation that has none."""
-
-
-_NO_ARRAY: Any = ()

@@ -50,12 +50,8 @@ class FailureHandler:
         self._submissions.work.set()  # the background thread ends
 
     def fail(self, error: BaseException, memory: Any = None) -> None:
-        """Handle a failure in mid-call: keep the memory that peers may use, tell them, and refuse further calls.
-
-        Args:
-            error: what ended the call.
-            memory: what the call has read and written; of the open round, unless given.
-        """
+        """Handle a failure in mid-call: keep the ``memory`` that peers may use (of the open round, unless given), tell
+        them, and refuse further calls."""
         submissions, coordinator = self._submissions, self._coordinator
         refused = submissions.refusal
         if refused is not None and memory is None and not submissions.has_work():

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
+import numpy as np
+
 from collectives.base.errors import CollectivesError
 from collectives.base.logging import logger
 from collectives.engine.overlaps import InFlight
@@ -30,6 +32,8 @@ else:
 
     Result = TypeVar("Result", covariant=True)
 
+EMPTY: Any = np.empty(0)
+"""Stands for an array where there is none."""
 PACKAGE = str(Path(__file__).parents[1])
 _adding = threading.Lock()
 _MOST_UNNAMED_ROWS = 1000
@@ -245,3 +249,7 @@ class Handle(Generic[Result]):
         state = "pending" if not self.done else "failed" if self.error is not None else "done"
         tensors = f" of {len(self.members)} tensors" if self.members else ""
         return f"<Handle {self.title}{tensors}: {state}>"
+
+
+def no_result(handle: Handle) -> None:
+    """Deliver the result of an operation that has none."""

@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from collectives.engine.handles import Handle
+from collectives.engine.handles import EMPTY, Handle
 from collectives.engine.host_requests import HostRequestCache
 from collectives.engine.request_cache import CachedRequest
 from collectives.tensors import arrays, halves, reduction
 from collectives.tensors.arrays import View
 from collectives.tensors.result_pool import ResultPool
 from collectives.transport.base import Array
-
-EMPTY = np.empty(0)
 
 
 class HostHandles:

@@ -13,10 +13,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from collectives.engine.context import Context
-from collectives.engine.handles import Handle
+from collectives.engine.handles import EMPTY, Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.rows import Rows
 from collectives.engine.tasks import OneTensor, Words
@@ -26,8 +24,7 @@ from collectives.tensors.arena import MAPPED, arena
 from collectives.tensors.arrays import address
 from collectives.transport.base import Array
 
-_EMPTY = np.empty(0)
-_UNUSED = _EMPTY, _EMPTY
+_UNUSED = EMPTY, EMPTY
 _MOST_KEPT = 16
 _PUBLISHED_UP_TO = 16 << 20
 """Bytes of the largest private tensor that is copied in part into its mapped result. Above, the copy takes as long as
@@ -175,7 +172,7 @@ class LocatedTensor(OneTensor):
             kept = self._kept.get((self._at, self._out_at))
             if kept is not None and kept.ranges is self._ranges and self._tells(kept.peer_words):
                 kept.loop(self._source, self._out, kept.blocks)
-                self._source = self._out = _EMPTY
+                self._source = self._out = EMPTY
                 return
         else:
             plan, words_of = self.entry.plan(), self._context.control.words_of
@@ -184,7 +181,7 @@ class LocatedTensor(OneTensor):
                 self._context.executor.run(plan, True)
                 self.description = plan.description
                 self._clear_arrays()
-                self._source = self._out = _EMPTY
+                self._source = self._out = EMPTY
                 return
         self._run_otherwise()
 
@@ -219,7 +216,7 @@ class LocatedTensor(OneTensor):
             executor.run(plan, staged, staged and not mapped_peers)
         self.description = plan.description
         self._clear_arrays()
-        self._source = self._out = _EMPTY
+        self._source = self._out = EMPTY
 
     def _keep(self, plan: Plan, loop: Loop, peer_words: list[tuple[int, int, int]]) -> _Kept | None:
         """Keep the partners' tensors for further calls with the same ones; returns None if some cannot be mapped."""

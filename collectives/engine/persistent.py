@@ -20,8 +20,7 @@ import numpy as np
 from collectives.engine.batches import Batch
 from collectives.engine.buckets import LocatedBucket
 from collectives.engine.context import Context
-from collectives.engine.handles import Handle
-from collectives.engine.host_handles import EMPTY
+from collectives.engine.handles import EMPTY, Handle, no_result
 from collectives.engine.overlaps import claimed_extents
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.rows import exchanged_rows
@@ -84,7 +83,7 @@ class Bound:
         self.entry = template.entry.persistent(number, self)
         self.entry.simple, self.entry.nbytes = True, sum(part.entry.nbytes for part in self._parts)
         members = [
-            Handle(entry, part.source, part.out, _nothing) for entry, part in zip(bound, self._parts, strict=True)
+            Handle(entry, part.source, part.out, no_result) for entry, part in zip(bound, self._parts, strict=True)
         ]
         self.entry.step = BoundGroup(context, self.entry, members, words, threshold)
         self._entries = [self.entry, *(entry for entry in bound if entry.binding is self)]
@@ -382,7 +381,3 @@ def words_of(context: Context, part: Handle) -> Places:
     if part.out is part.source or part.entry.request.collective == "reducescatter":  # whose outputs no peer uses
         return source, source
     return source, word(part.out)
-
-
-def _nothing(handle: Handle) -> None:
-    """Members have no result of their own."""

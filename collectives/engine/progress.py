@@ -251,11 +251,6 @@ class Progress:
             finally:
                 self.release()
 
-    @property
-    def ended(self) -> bool:
-        """Whether calls are refused, so that there is nothing more to drive."""
-        return self._submissions.refusal is not None
-
     # ---- driving
 
     def _drive(self, handle: Handle | None, deadline: float | None) -> None:
@@ -297,11 +292,8 @@ class Progress:
     def _pause_until(
         self, ready: Callable[[], bool], handle: Handle | None, deadline: float | None, begun: float
     ) -> bool:
-        """Poll ``ready`` with growing naps. Returns False if the deadline has passed or this thread must stop driving.
-
-        Args:
-            begun: when the wait for the handle began, for the bound on all waits.
-        """
+        """Poll ``ready`` with growing naps; the bound on all waits counts from ``begun``. Returns False if the deadline
+        has passed or this thread must stop driving."""
         coordinator, control, callers = self._coordinator, self._control, self._callers
         for _ in range(YIELDS if handle is not None else 1):
             if ready():
@@ -370,7 +362,7 @@ def _run_background(reference: weakref.ref[Progress], woken: list[Progress], wor
     while True:
         work.wait()
         progress = woken.pop() if woken else reference()
-        if progress is None or progress.ended:
+        if progress is None or progress._submissions.refusal is not None:
             return
         progress.gather()
         progress.drive_in_background()

@@ -10,8 +10,8 @@ import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,8 @@ Reduce = Callable[[Array, Array], None]
 """Reduces a source into an output, on all ranks at once."""
 
 _FACTORS = ("prescale_factor", "postscale_factor")
+_WITHOUT_HANDLE = ("allreduce", "reducescatter", "broadcast", "barrier")
+"""The collectives that a blocking call can carry out without a handle where nothing moves."""
 _MOST_REQUESTS = 2048
 _MOST_ROWS = 64
 
@@ -49,6 +51,7 @@ class Binding(Protocol):
         """Make a handle of one start that of the ordinary operation, to which a rank that has joined contributes."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CachedRequest:
     """One request, with its kernels and its plan.
 
@@ -68,46 +71,40 @@ class CachedRequest:
         binding: of a persistent operation; None: of any other.
     """
 
-    on_device = False
+    on_device: ClassVar[bool] = False
     """Whether its tensors are on a GPU."""
 
-    def __init__(
-        self,
-        request: Request,
-        planner: Planner,
-        make_plan: Callable[[], Plan | Reduce | Inline | None] | None = None,
-        make_mapped: Callable[[], Plan | Reduce | Inline | None] | None = None,
-    ) -> None:
-        self.request = request
-        self.name = request.name
-        self.signature = request.signature()
-        self.finish: reduction.Scaling | None = None
-        self.prescale: reduction.Scaling | None = None
-        self.warns = False
-        self.fuses_with: tuple[Any, ...] | None = None
-        self.kernel: reduction.Kernel | None = None
-        self.op: Op | None = None
-        self.dtype: np.dtype[Any] = np.dtype(np.uint8)
-        self.count = self.nbytes = 0
-        self.moves = make_plan is not None
-        self.locates_tensors = make_mapped is not None
-        self.simple = make_plan is not None or request.collective in (
-            "allreduce",
-            "reducescatter",
-            "broadcast",
-            "barrier",
-        )
-        self.step: Any = None
-        self.binding: Binding | None = None
-        self._planner = planner
-        self._epoch = -1
-        self._make_plan = make_plan
-        self._make_mapped = make_mapped
-        self._mapped: Plan | None = None
-        self._plan: Plan | None = None
-        self.native: Reduce | None = None
-        self.inline: Inline | None = None
-        self._plans: dict[tuple[int, ...], Plan | None] = {}
+    request: Request
+    _planner: Planner
+    _make_plan: Callable[[], Plan | Reduce | Inline | None] | None = None
+    _make_mapped: Callable[[], Plan | Reduce | Inline | None] | None = None
+    name: str | None = field(init=False)
+    signature: int = field(init=False)
+    moves: bool = field(init=False)
+    simple: bool = field(init=False)
+    locates_tensors: bool = field(init=False)
+    finish: reduction.Scaling | None = field(default=None, init=False)
+    prescale: reduction.Scaling | None = field(default=None, init=False)
+    warns: bool = field(default=False, init=False)
+    fuses_with: tuple[Any, ...] | None = field(default=None, init=False)
+    kernel: reduction.Kernel | None = field(default=None, init=False)
+    op: Op | None = field(default=None, init=False)
+    dtype: np.dtype[Any] = field(default=np.dtype(np.uint8), init=False)
+    count: int = field(default=0, init=False)
+    nbytes: int = field(default=0, init=False)
+    step: Any = field(default=None, init=False)
+    binding: Binding | None = field(default=None, init=False)
+    native: Reduce | None = field(default=None, init=False)
+    inline: Inline | None = field(default=None, init=False)
+    _epoch: int = field(default=-1, init=False)
+    _plan: Plan | None = field(default=None, init=False)
+    _mapped: Plan | None = field(default=None, init=False)
+    _plans: dict[tuple[int, ...], Plan | None] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.name, self.signature = self.request.name, self.request.signature()
+        self.moves, self.locates_tensors = self._make_plan is not None, self._make_mapped is not None
+        self.simple = self.moves or self.request.collective in _WITHOUT_HANDLE
 
     def persistent(
         self, number: int, binding: Binding, make_plan: Callable[[], Plan | None] | None = None

@@ -16,8 +16,8 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.options import CallOptions, ReduceOptions, ScaleOptions, complete
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments, overlaps
-from collectives.engine.handles import Handle
-from collectives.engine.host_handles import EMPTY, HostHandles
+from collectives.engine.handles import EMPTY, Handle, no_result
+from collectives.engine.host_handles import HostHandles
 from collectives.engine.negotiation import Request
 from collectives.engine.request_cache import RequestCache
 from collectives.schedules import partition
@@ -209,7 +209,7 @@ class HandleFactory:
         return handle
 
     def barrier(self) -> Handle:
-        return Handle(self.host.requests.barrier(), EMPTY, EMPTY, _nothing)
+        return Handle(self.host.requests.barrier(), EMPTY, EMPTY, no_result)
 
     def without_tensor(
         self,
@@ -228,7 +228,7 @@ class HandleFactory:
             deliver: makes the result once all ranks have called.
         """
         entry = self.host.requests.plain(collective, name, ranks, what, detail)
-        return Handle(entry, EMPTY, EMPTY, deliver or _nothing)
+        return Handle(entry, EMPTY, EMPTY, deliver or no_result)
 
     def neutral(self, request: Request) -> Handle:
         """The contribution of a rank that has joined: neutral elements, or no rows."""
@@ -298,7 +298,3 @@ def _results(handle: Handle) -> list[Any]:
         if member.error is not None:
             raise member.error
     return [member.result for member in handle.members]
-
-
-def _nothing(handle: Handle) -> None:
-    """An operation without a result."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from collectives.engine.context import Context
-from collectives.engine.handles import Handle
+from collectives.engine.handles import EMPTY, Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import HostTask, Words
 from collectives.plan.mapped_loops import Loop
@@ -18,25 +17,18 @@ from collectives.tensors.arrays import address
 from collectives.transport.base import Array
 
 
+@dataclass(slots=True, eq=False)
 class GatheredRows:
-    """The result of a blocking call that has no handle.
+    """The result of a blocking call that has no handle."""
 
-    Args:
-        rows: that this rank sends: to all, or to each receiver.
-        handle: makes the handle of the operation, should it need one after all.
-
-    Attributes:
-        array: the result, of shape ``(rows, ...)``.
-        received: the rows received from each rank.
-    """
-
-    __slots__ = ("array", "handle", "received", "rows")
-
-    def __init__(self, rows: tuple[int, ...], handle: Callable[[], Handle]) -> None:
-        self.rows = rows
-        self.handle = handle
-        self.array: Array = _EMPTY
-        self.received: Sequence[int] = ()
+    rows: tuple[int, ...]
+    """That this rank sends: to all, or to each receiver."""
+    handle: Callable[[], Handle]
+    """Makes the handle of the operation, should it need one after all."""
+    array: Any = None
+    """The result, of shape ``(rows, ...)``."""
+    received: Sequence[int] = ()
+    """The rows received from each rank."""
 
 
 _AllWords = tuple[tuple[int, ...], ...]
@@ -67,7 +59,7 @@ class Rows(HostTask):
         super().__init__(context, entry)
         self.epoch = self.generation = -1
         self._row = entry.request.shape or ()
-        self._source: Array = _EMPTY
+        self._source: Array = EMPTY
         self._gathered = _NOWHERE
         self._at = 0
         self._ranges: object = None
@@ -107,7 +99,7 @@ class Rows(HostTask):
             gathered.array = out = self._context.pool.empty(kept.shape, self.entry.dtype)
             gathered.received = kept.received
             kept.loop.run(self._source, out.reshape(-1), kept.blocks)
-        self._source, self._gathered = _EMPTY, _NOWHERE
+        self._source, self._gathered = EMPTY, _NOWHERE
 
     def _run_anew(self, all_words: _AllWords) -> None:
         """Make the result, choose a plan for the rows, and run it."""
@@ -140,7 +132,7 @@ class Rows(HostTask):
 
     def withdraw(self) -> None:
         super().withdraw()
-        self._source, self._gathered = _EMPTY, _NOWHERE
+        self._source, self._gathered = EMPTY, _NOWHERE
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
         handle = handles[0]
@@ -168,6 +160,5 @@ def _none() -> Handle:
     raise AssertionError("no call is in progress")
 
 
-_EMPTY: Array = np.empty(0)
 _NOWHERE = GatheredRows((), _none)
 _MOST_KEPT = 16

@@ -8,7 +8,6 @@ Whether a rank will submit anything more depends on its other threads: `parked` 
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -16,9 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from collectives.base.errors import CollectiveTimeoutError
+from collectives.base.logging import logger
 from collectives.engine.handles import Handle
-
-_log = logging.getLogger("collectives")
 
 _WAITS = ("wait", "join", "_wait_for_tstate_lock", "_shutdown")
 """The functions of `threading` in which a thread waits for another."""
@@ -56,7 +54,6 @@ class StallInspector:
     """Inspects the operations in flight.
 
     Args:
-        rank: for the report.
         warning: seconds after which an operation is reported; 0: never.
         shutdown: seconds after which waiting is an error; 0: never.
     """
@@ -71,7 +68,6 @@ class StallInspector:
         """Report the operations that have waited for too long.
 
         Args:
-            handles: the operations in flight.
             missing: the ranks that have not submitted an operation; empty if they are not known.
 
         Raises:
@@ -85,7 +81,7 @@ class StallInspector:
             if self._warning and now - handle.submitted > self._warning and id(handle) not in self._reported
         ]
         if late:
-            _log.warning(
+            logger.warning(
                 "one or more tensors wait for ranks that have not submitted them for more than %g s; either those "
                 "ranks do other "
                 "work meanwhile, or they never submit them, and then the program hangs:\n%s",

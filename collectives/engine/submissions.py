@@ -32,11 +32,8 @@ WITHOUT_HANDLE = None
 class Submissions:
     """The operations in flight of one rank in one world.
 
-    Args:
-        rank: as messages call it.
-        in_flight: the memory of this rank's operations in flight, shared with its other worlds.
-
     Attributes:
+        in_flight: the memory of this rank's operations in flight, shared with its other worlds.
         names: the operation in flight of each name.
         unnamed: unnamed operations so far; equal on all ranks between two negotiation rounds.
         obstacles: why blocking calls cannot be carried out without a handle at present.

@@ -18,7 +18,7 @@ import numpy as np
 from collectives.base.reduce_op import Op
 from collectives.engine import adasum
 from collectives.engine.context import Context
-from collectives.engine.handles import Handle
+from collectives.engine.handles import EMPTY, Handle
 from collectives.engine.inline import Inline
 from collectives.engine.request_cache import CachedRequest
 from collectives.plan.plan import Plan
@@ -91,7 +91,7 @@ class HostTask(Task):
 
     def _clear_arrays(self) -> None:
         """Release the arrays that the executor has read and written."""
-        self._state.input = self._state.output = _EMPTY
+        self._state.input = self._state.output = EMPTY
 
     def withdraw(self) -> None:
         self._clear_arrays()
@@ -100,6 +100,17 @@ class HostTask(Task):
         """Drop what refers to windows and to the peers' tensors, for good: a task refers to itself too, by its bound
         methods, and would keep them until garbage is collected."""
         vars(self).clear()
+
+    def _prescaled(self, source: Array, out: Array) -> Array:
+        """The source, multiplied by the request's factor if it has one."""
+        entry, context = self.entry, self._context
+        if entry.prescale is None or context.joined:
+            return source
+        # Scaled into the output where that is possible: it is overwritten anyway.
+        into_output = out is not source and out.size == source.size
+        scaled = out if into_output else context.pool.empty(source.shape, source.dtype)
+        context.quietly(entry.prescale, source, scaled)
+        return scaled
 
     def _learn_places(self, plan: Plan, dtype: np.dtype[Any]) -> None:
         """Take from the words of a plan's partners where their tensors are: arrays if they are mapped, or addresses."""
@@ -130,7 +141,7 @@ class OneTensor(HostTask):
         self.epoch = self.generation = -1
         self._plan: Plan | None = None
         self._inline: Inline | None = None
-        self._source = self._out = _EMPTY
+        self._source = self._out = EMPTY
 
     def bind(self) -> None:
         """Bind the plan that is in force."""
@@ -180,7 +191,7 @@ class OneTensor(HostTask):
                 context.quietly(entry.finish, self._out, self._out)
         elif entry.inline is not None:
             context.quietly(entry.inline.reduce, context.control.words_of, self._out)
-        self._source = self._out = _EMPTY
+        self._source = self._out = EMPTY
 
     def _attempt_inline(self, signature: int, source: Array, out: Array) -> bool | None:
         """Enter the round with the tensor's data, and reduce if every rank has entered it with the same signature."""
@@ -195,18 +206,7 @@ class OneTensor(HostTask):
 
     def withdraw(self) -> None:
         super().withdraw()
-        self._source = self._out = _EMPTY
-
-    def _prescaled(self, source: Array, out: Array) -> Array:
-        """The source, multiplied by the request's factor if it has one."""
-        entry, context = self.entry, self._context
-        if entry.prescale is None or context.joined:
-            return source
-        # Scaled into the output where that is possible: it is overwritten anyway.
-        into_output = out is not source and out.size == source.size
-        scaled = out if into_output else context.pool.empty(source.shape, source.dtype)
-        context.quietly(entry.prescale, source, scaled)
-        return scaled
+        self._source = self._out = EMPTY
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
         return self.prepare(handles[0].source, handles[0].out)
@@ -225,11 +225,7 @@ class AdasumTensor(HostTask):
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         handle, entry, context = handles[0], self.entry, self._context
-        source, out, size, rank = handle.source, handle.out, context.size, context.rank
-        if entry.prescale is not None and not context.joined:
-            scaled = context.pool.empty(source.shape, source.dtype)
-            context.quietly(entry.prescale, source, scaled)
-            source = scaled
+        source, out, size, rank = self._prescaled(handle.source, handle.out), handle.out, context.size, context.rank
         sizes = partition.split(source.size, size)
         slices = np.empty((size, sizes[rank]), source.dtype)
         self._move(entry.plan_for((), lambda: self._scatter(sizes, entry.dtype)), source, slices.reshape(-1))
@@ -267,6 +263,3 @@ class AdasumTensor(HostTask):
         self._learn_places(plan, source.dtype)
         self._context.executor.run(plan)
         self._clear_arrays()
-
-
-_EMPTY = np.empty(0)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import operator
 import os
 import socket
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
+from collectives.base.logging import logger
 from collectives.base.wake_up import WakeUp
 from collectives.engine.trace_file import TraceFile
 
@@ -51,8 +51,6 @@ FIRST_ROW = 1 << 20
 """Processes of a trace from this id on are tensors, not ranks."""
 _ROW_NUMBERS = 1 << 30
 _MOST_ROWS = 10_000
-
-_log = logging.getLogger("collectives")
 
 
 class Timeline:
@@ -146,7 +144,6 @@ class Timeline:
         Args:
             scope: distinguishes tensors of one name, as by the ranks of a process set.
             row: the tensor's name.
-            name: of the phase.
             begin, end: as for ``span``. Phases of one tensor nest or do not overlap.
         """
         values = _values(args)
@@ -249,7 +246,7 @@ class Timeline:
                         self._waiting_bytes += sum(map(len, lines))
                         self._due.set()
             except OSError as error:
-                _log.warning("the timeline %r ends here, it cannot be written: %s", self._path, error.strerror)
+                logger.warning("the timeline %r ends here, it cannot be written: %s", self._path, error.strerror)
                 self._file.close()
                 self._file = None
 

@@ -149,7 +149,6 @@ class Executor:
         """Run a plan that all ranks have agreed on. Returns when the result is in the output and the input may change.
 
         Args:
-            plan: bound by this executor.
             staged_first: this rank staged segment 0 before it entered the call.
             staged_everywhere: so did all others, so that this rank does not wait for theirs; None: as ``staged_first``.
 

@@ -131,7 +131,6 @@ class Planner:
     `collectives.plan.builder.Plans.log_choice` logs.
 
     Args:
-        placement: of the ranks; the same facts on every rank.
         algorithm, transport, segment: forced for every call by the environment ("auto", "auto", 0: not forced).
         crossovers: where the choice changes with the size.
 
@@ -171,7 +170,6 @@ class Planner:
         """Decide for one call.
 
         Args:
-            collective: its name.
             nbytes: bytes of all chunks together; of the largest sum over ranks where they differ.
             native: whether MPI knows the dtype and the operation.
             ordered: a op b and b op a differ in bits (a product of complex numbers), so that each element must be

@@ -7,13 +7,13 @@ recur (`collectives.tuning.steps`); the score is bytes per second over the time 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from collectives.base.config import Config
+from collectives.base.logging import logger
 from collectives.engine.batches import Batch
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
@@ -26,8 +26,6 @@ _SAMPLES_FOR_ALL = 30
 """Samples from which block sizes and crossovers are tuned too; fewer do not suffice for so many settings."""
 _BY_HAND = ("fusion_threshold", "segment", "algorithm", "cycle_time")
 """TunedSettings that the environment may have set."""
-
-_log = logging.getLogger("collectives")
 
 
 class Tuning:
@@ -111,7 +109,7 @@ class Tuning:
         if self._tuner is not None:
             score, phase = self._bytes / max(self._seconds, 1e-9), self._tuner.phase
             self._tuner.observe(score)
-            _log.info("autotune: %s: %.4g GB/s over %d steps with %s", phase, score / 1e9, self._steps, self.settings)
+            logger.info("autotune: %s: %.4g GB/s over %d steps with %s", phase, score / 1e9, self._steps, self.settings)
             proposal = (self._tuner.best if self._tuner.done else self._tuner.propose(), self._tuner.done)
         agreed = self._control.exchange(proposal)[0]
         assert agreed is not None
@@ -127,7 +125,7 @@ class Tuning:
             self._engine.on_batch(None)
             self._engine.set_obstacle("tuning", False)
             if self._tuner is not None:
-                _log.info(
+                logger.info(
                     "autotune: chosen after %d samples, at %.4g GB/s: %s",
                     self._tuner.taken,
                     self._tuner.best_score / 1e9,
@@ -140,7 +138,7 @@ class Tuning:
         if tuner is None or self.done:
             return
         if tuner.taken:
-            _log.info(
+            logger.info(
                 "autotune: ended after %d of %d samples; the best so far: %s", tuner.taken, tuner.samples, tuner.best
             )
             return
@@ -154,7 +152,7 @@ class Tuning:
             )
         else:
             why = "the steps moved no bytes"
-        _log.warning("autotune: nothing was sampled: %s; settings stay as they were: %s", why, self.settings)
+        logger.warning("autotune: nothing was sampled: %s; settings stay as they were: %s", why, self.settings)
 
     def _apply(self, settings: TunedSettings) -> None:
         self.settings = settings
@@ -181,5 +179,5 @@ def _writable(path: str) -> str:
             with open(path, "a"):
                 return path
         except OSError as error:
-            _log.warning("autotune: the log cannot be written: %s", error)
+            logger.warning("autotune: the log cannot be written: %s", error)
     return ""

@@ -236,7 +236,7 @@ class Operations(Refusals):
         array: Any = tensor
         gathered = GatheredRows((array.shape[0],), lambda: self._handles.allgather(options, tensor))
         handle = self._run(entry, array if array.ndim == 1 else array.reshape(-1), gathered, None, (array,))
-        return gathered.array if handle is None else handle.wait()  # type: ignore[return-value]  # an array, as the tensor
+        return gathered.array if handle is None else handle.wait()
 
     allgather_async = begun(describe.allgather)
     grouped_allgather = blocking(describe.grouped_allgather)
@@ -261,7 +261,7 @@ class Operations(Refusals):
         rows = (array.shape[0] // self.size,) * self.size
         gathered = GatheredRows(rows, lambda: self._handles.alltoall(options, array, None))
         handle = self._run(entry, array if array.ndim == 1 else array.reshape(-1), gathered, None, (array,))
-        return gathered.array if handle is None else handle.wait()  # type: ignore[return-value]  # an array, as the tensor
+        return gathered.array if handle is None else handle.wait()
 
     alltoall_async = begun(describe.alltoall)
 

@@ -20,8 +20,7 @@ import numpy as np
 from collectives.base.errors import InvalidArgumentError, TransportError, in_words, of_rank
 from collectives.base.reduce_op import Op
 from collectives.engine.engine import Engine
-from collectives.engine.handles import Handle
-from collectives.engine.host_handles import EMPTY
+from collectives.engine.handles import EMPTY, Handle
 from collectives.engine.persistent import Bound, Rebuilt, place_gathered, words_of
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.requests import HandleFactory

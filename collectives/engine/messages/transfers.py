@@ -51,6 +51,7 @@ _LOOK_EVERY = 0.1
 """Seconds between two looks of the background thread at the other ranks' states."""
 
 
+@dataclass(slots=True, eq=False)
 class Status:
     """What is told of a message that was received.
 
@@ -62,19 +63,11 @@ class Status:
         count: its number of elements.
     """
 
-    __slots__ = ("count", "dtype", "shape", "source", "tag")
-
-    def __init__(self) -> None:
-        self.source = self.tag = -1
-        self.shape: tuple[int, ...] = ()
-        self.dtype = ""
-        self.count = 0
-
-    def __repr__(self) -> str:
-        return (
-            f"Status(source={self.source}, tag={self.tag}, shape={self.shape}, dtype={self.dtype!r}, "
-            f"count={self.count})"
-        )
+    source: int = -1
+    tag: int = -1
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,26 +58,20 @@ class Statistics:
         return Statistics(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
+@dataclass(eq=False)
 class Context:
     """What the tasks of one world share."""
 
-    def __init__(
-        self,
-        group: Group,
-        executor: Executor,
-        entries: HostRequestCache,
-        plans: Plans,
-        planner: Planner,
-        pool: ResultPool,
-    ) -> None:
-        self.rank, self.size = group.rank, group.size
-        self.group = group
-        self.control: Control = group.control
-        self.executor = executor
-        self.entries = entries
-        self.plans = plans
-        self.planner = planner
-        self.pool = pool
+    group: Group
+    executor: Executor
+    entries: HostRequestCache
+    plans: Plans
+    planner: Planner
+    pool: ResultPool
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.group.rank, self.group.size
+        self.control: Control = self.group.control
         self.statistics = Statistics()
         self.timeline: Timeline | None = None
         self.device_tasks: Callable[[Sequence[CachedRequest]], Sequence[tuple[Any, Sequence[int]]]] = _no_devices

@@ -8,12 +8,13 @@ one segment, whose blocks never move within a slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from collectives.plan.program import Place, Space
 from collectives.transport.base import SLOTS, Array
+from collectives.transport.host.board import Board
 
 Kernel = Callable[[Array, Array, Array], object]
 Scale = Callable[[Array, Array], object]
@@ -46,6 +47,14 @@ class ExecutorState:
         self.base = self.slot = self.finished = 0
         self.free_at = [0] * SLOTS
         self.entered_staged = False
+
+
+def await_all(board: Board, peers: Iterable[int], progress: int) -> None:
+    """Wait until all of ``peers`` have made this progress."""
+    seen = board.seen
+    for peer in peers:
+        if seen[peer] < progress:
+            board.wait(peer, progress)
 
 
 def stage(state: ExecutorState, views: Sequence[Array], source: Place, size: int) -> Do:

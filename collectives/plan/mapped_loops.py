@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
+from collectives.plan.fast_paths import ExecutorState, Kernel, Scale, await_all
 from collectives.plan.program import Action, Program, Space, Verb
 from collectives.transport.base import Array
 from collectives.transport.host.board import Board
@@ -135,7 +135,7 @@ class MappedMoves:
         if source is not out:
             for there, here in self._own:
                 out[here] = source[there]
-        _await(board, self._peers, progress)
+        await_all(board, self._peers, progress)
 
 
 def make_loop(
@@ -204,11 +204,4 @@ def meet(state: ExecutorState, board: Board, peers: Sequence[int], groups: int) 
     """Announce the end of this rank's part, and wait until all peers have ended theirs."""
     state.base = progress = state.base + groups
     board.advance(progress)
-    _await(board, peers, progress)
-
-
-def _await(board: Board, peers: Sequence[int], progress: int) -> None:
-    seen = board.seen
-    for peer in peers:
-        if seen[peer] < progress:
-            board.wait(peer, progress)
+    await_all(board, peers, progress)

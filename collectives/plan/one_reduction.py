@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.plan.blocks import BlockLookup
-from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
+from collectives.plan.fast_paths import ExecutorState, Kernel, Scale, await_all
 from collectives.plan.program import Medium, Place, Program, Space, Verb
 from collectives.transport.base import SLOTS, Array
 from collectives.transport.host.board import Board
@@ -103,7 +103,7 @@ class OneReduction:
         state = self._state
         slot, base = state.slot, state.base
         if state.free_at[slot] > state.finished:
-            self._await_slot(state.free_at[slot])
+            await_all(self._board, self._board.peers, state.free_at[slot])  # until none reads what is overwritten
         self._own[slot][...] = source
         same = self._enter_and_look(signature)
         if not same:
@@ -121,10 +121,3 @@ class OneReduction:
         self._advance(base)
         state.slot = (slot + 1) % SLOTS
         return True
-
-    def _await_slot(self, free: int) -> None:
-        """Wait until no peer reads the slot any more that is about to be overwritten."""
-        board, seen = self._board, self._board.seen
-        for peer in board.peers:
-            if seen[peer] < free:
-                board.wait(peer, free)

@@ -27,11 +27,8 @@ _Key = tuple[int, int]
 class Envelope(Protocol):
     """What is matched: of a receive, either number may be "any"."""
 
-    @property
-    def source(self) -> int: ...
-
-    @property
-    def tag(self) -> int: ...
+    source: int
+    tag: int
 
 
 Receive = TypeVar("Receive", bound=Envelope)

@@ -144,4 +144,4 @@ def _take_turns(turns: Turns, group: Group) -> None:
 
         board.advance = advance
     messages._until = lambda peer, done: turns.until(rank, done)
-    control._exchange = lambda value: turns.exchange(rank, value)
+    control.exchange = lambda value: turns.exchange(rank, value)

@@ -24,6 +24,9 @@ class Op(Enum):
     MAX = "max"
     PRODUCT = "product"
     ADASUM = "adasum"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
 
     # Members are unique. Enum's own hash is a Python function, which every look-up of a request would call.
     __hash__ = object.__hash__
@@ -47,6 +50,14 @@ class Op(Enum):
         """Whether reducing the same tensor on every rank yields that tensor."""
         return _TRAITS[self].idempotent
 
+    def serves(self, dtype: np.dtype[Any]) -> bool:
+        """Whether it is defined for elements of a dtype, if it is an operation on elements."""
+        try:
+            check(self, dtype)
+        except InvalidTypeError:
+            return False
+        return True
+
     def divides(self, dtype: np.dtype[Any]) -> bool:
         """Whether combined elements are divided by the number of ranks; not for bool, whose truncated mean is "and"."""
         return self is Op.AVERAGE and not dtypes.is_bool(dtype)
@@ -69,6 +80,8 @@ class _Traits(NamedTuple):
     idempotent: bool = False
     needs_order: bool = False
     """Whether it compares elements, which complex numbers do not allow."""
+    needs_bits: bool = False
+    """Whether it combines bits, which only integers and bools have."""
 
 
 _TRAITS = {
@@ -78,6 +91,9 @@ _TRAITS = {
     Op.MAX: _Traits("max", of_bools="max", idempotent=True, needs_order=True),
     Op.PRODUCT: _Traits("product", of_bools="min"),
     Op.ADASUM: _Traits(None, idempotent=True),
+    Op.BAND: _Traits("band", of_bools="min", idempotent=True, needs_bits=True),
+    Op.BOR: _Traits("bor", of_bools="max", idempotent=True, needs_bits=True),
+    Op.BXOR: _Traits("bxor", of_bools="bxor", needs_bits=True),
 }
 
 
@@ -86,7 +102,7 @@ def check(op: Op, dtype: np.dtype[Any]) -> None:
 
     Raises:
         InvalidTypeError: Adasum, which is not element by element; Min or Max of complex numbers, which have no order;
-            float8.
+            float8; bitwise operations on anything but integers and bools.
     """
     if not op.elementwise:
         raise InvalidTypeError(
@@ -96,6 +112,11 @@ def check(op: Op, dtype: np.dtype[Any]) -> None:
         raise InvalidTypeError(
             f"op={op!r} is not defined for dtype {dtypes.name(dtype)}, which is moved and not reduced; convert it to "
             "float16, bfloat16 or float32 first"
+        )
+    if _TRAITS[op].needs_bits and not (dtypes.is_integer(dtype) or dtypes.is_bool(dtype)):
+        raise InvalidTypeError(
+            f"op={op!r} is not defined for dtype {dtypes.name(dtype)}: expected integers or bools; reduce a view of "
+            "the bits"
         )
     if dtypes.is_complex(dtype) and _TRAITS[op].needs_order:
         raise InvalidTypeError(

@@ -147,6 +147,15 @@ struct Min {  // propagates NaN
 struct Max {
     template <class T> static INLINE T combine(T a, T b) { return a > b || a != a ? a : b; }
 };
+struct Band {
+    template <class T> static INLINE T combine(T a, T b) { return a & b; }
+};
+struct Bor {
+    template <class T> static INLINE T combine(T a, T b) { return a | b; }
+};
+struct Bxor {
+    template <class T> static INLINE T combine(T a, T b) { return a ^ b; }
+};
 struct Or {
     static INLINE bool combine(bool a, bool b) { return a | b; }
 };

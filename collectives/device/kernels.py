@@ -25,7 +25,7 @@ from collectives.device.protocol import Array, Device
 _Dtype = np.dtype[Any]
 
 _BLOCKS_PER_MULTIPROCESSOR = 2
-_OF_BOOLS = {Op.MAX: "Or", Op.MIN: "And"}
+_OF_BOOLS = {Op.MAX: "Or", Op.MIN: "And", Op.BXOR: "Bxor"}
 
 
 # ---- scaling

@@ -134,8 +134,11 @@ _COMBINATIONS = {
     Op.PRODUCT: _Combination(np.multiply, lambda dtype: 1),
     Op.MIN: _Combination(_minimum, _highest),
     Op.MAX: _Combination(_maximum, _lowest),
+    Op.BAND: _Combination(np.bitwise_and, lambda dtype: ~dtype.type(0)),
+    Op.BOR: _Combination(np.bitwise_or, lambda dtype: 0),
+    Op.BXOR: _Combination(np.bitwise_xor, lambda dtype: 0),
 }
-_BOOL_KERNELS: dict[Op, Kernel] = {Op.MIN: np.logical_and, Op.MAX: np.logical_or}
+_BOOL_KERNELS: dict[Op, Kernel] = {Op.MIN: np.logical_and, Op.MAX: np.logical_or, Op.BXOR: np.logical_xor}
 
 
 # ---- scaling

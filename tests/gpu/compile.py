@@ -55,7 +55,7 @@ def asked_for(dtype: np.dtype[Any]) -> dict[str, Kernel]:
         after = [kernels.finish(op, dtype, size, factor) for size in (2, 3) for factor in (1.0, 0.5)]
         for scaling in (*before, *after):
             asked.combination(None, dtype, [(1, 1, 0)], scaling)
-        if not (op in (Op.MIN, Op.MAX) and dtypes.is_complex(dtype)):
+        if op.serves(dtype):
             for scaling in after:
                 asked.combination(op, dtype, [(2, 1, 0)], scaling)
         for wire in wires:

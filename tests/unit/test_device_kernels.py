@@ -25,8 +25,16 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 Array = np.ndarray[Any, Any]
 DTYPES = [dtypes.resolve(name) for name in dtypes.NAMES]
 HALVES = [dtype for dtype in DTYPES if dtypes.is_half(dtype)]
-OPS = [Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX, Op.PRODUCT]
-UFUNCS = {Op.SUM: np.add, Op.AVERAGE: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
+BITWISE = {Op.BAND: np.bitwise_and, Op.BOR: np.bitwise_or, Op.BXOR: np.bitwise_xor}
+OPS = [Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX, Op.PRODUCT, *BITWISE]
+UFUNCS = {
+    Op.SUM: np.add,
+    Op.AVERAGE: np.add,
+    Op.MIN: np.minimum,
+    Op.MAX: np.maximum,
+    Op.PRODUCT: np.multiply,
+    **BITWISE,
+}
 
 needs_compiler = pytest.mark.skipif(host_kernels.COMPILER is None, reason=host_kernels.MISSING)
 
@@ -88,7 +96,10 @@ def combined(op: Op, sources: list[Array], scaling: Scaling | None, host_scaling
     total = sources[0].astype(dtypes.accumulator(dtype))
     for source in sources[1:]:
         if dtypes.is_bool(dtype):
-            total = total | source if op in (Op.SUM, Op.MAX) else total & source
+            ufunc = (
+                np.bitwise_xor if op is Op.BXOR else np.bitwise_or if op in (Op.SUM, Op.MAX, Op.BOR) else np.bitwise_and
+            )
+            total = ufunc(total, source)
         else:
             other = source.astype(total.dtype)
             total = product(total, other) if op is Op.PRODUCT else UFUNCS[op](total, other)

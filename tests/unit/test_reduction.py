@@ -23,7 +23,16 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(name) for name in dtypes.NAMES if name != "bfloat16"] + [BFLOAT16]
 HALVES = [np.dtype(np.float16), BFLOAT16]
 INTEGERS = [dtype for dtype in DTYPES if dtypes.is_integer(dtype)]
-UFUNCS = {Op.SUM: np.add, Op.AVERAGE: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
+UFUNCS = {
+    Op.SUM: np.add,
+    Op.AVERAGE: np.add,
+    Op.MIN: np.minimum,
+    Op.MAX: np.maximum,
+    Op.PRODUCT: np.multiply,
+    Op.BAND: np.bitwise_and,
+    Op.BOR: np.bitwise_or,
+    Op.BXOR: np.bitwise_xor,
+}
 LENGTHS = [0, 1, 3, 31, 1024, 1025, 16383, 16384, 16385, 40001]
 
 # Each test enters quiet() where the library promises nothing else; any warning outside it is a failure.
@@ -34,6 +43,8 @@ ELEMENTWISE = [op for op in Op if op is not Op.ADASUM]
 
 
 def defined(op: Op, dtype: np.dtype[Any]) -> bool:
+    if op in (Op.BAND, Op.BOR, Op.BXOR):
+        return dtype.kind in "biu"
     return not (dtypes.is_complex(dtype) and op in (Op.MIN, Op.MAX))
 
 
@@ -45,7 +56,7 @@ def anything(dtype: np.dtype[Any], count: int, seed: int) -> np.ndarray[Any, Any
 
 def expected(op: Op, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if dtypes.is_bool(a.dtype):
-        return a | b if op in (Op.SUM, Op.MAX) else a & b
+        return a ^ b if op is Op.BXOR else a | b if op in (Op.SUM, Op.MAX, Op.BOR) else a & b
     wide = dtypes.accumulator(a.dtype)
     with quiet():
         return UFUNCS[op](a.astype(wide), b.astype(wide)).astype(a.dtype)
@@ -72,7 +83,7 @@ def test_kernels_equal_the_widened_oracle_at_every_length_in_place_and_out_of_pl
     op: Op, dtype: np.dtype[Any]
 ) -> None:
     if not defined(op, dtype):
-        pytest.skip("complex numbers have no order")
+        pytest.skip("complex numbers have no order, and floating-point numbers no bits")
     combine = kernel(op, dtype)
     for count in LENGTHS:
         a, b = anything(dtype, count, seed=count), anything(dtype, count, seed=count + 1)
@@ -348,7 +359,7 @@ def test_a_complex_infinity_keeps_its_other_part() -> None:
 
 
 def test_the_operations_have_short_names() -> None:
-    assert [repr(op) for op in Op] == ["Average", "Sum", "Min", "Max", "Product", "Adasum"]
+    assert [repr(op) for op in Op] == ["Average", "Sum", "Min", "Max", "Product", "Adasum", "Band", "Bor", "Bxor"]
 
 
 def test_adasum_is_no_kernel() -> None:

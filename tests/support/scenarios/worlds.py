@@ -62,7 +62,8 @@ def expected(op: Op, parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     dtype = parts[0].dtype
     size = len(parts)
     if dtype.kind == "b":
-        function = np.logical_or if op in (Op.SUM, Op.MAX) else np.logical_and
+        function = np.logical_or if op in (Op.SUM, Op.MAX, Op.BOR) else np.logical_and
+        function = np.logical_xor if op is Op.BXOR else function
         return functools.reduce(function, parts)
     if dtype.kind in "iu":
         functions = {
@@ -71,6 +72,9 @@ def expected(op: Op, parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
             Op.MIN: np.minimum,
             Op.MAX: np.maximum,
             Op.PRODUCT: np.multiply,
+            Op.BAND: np.bitwise_and,
+            Op.BOR: np.bitwise_or,
+            Op.BXOR: np.bitwise_xor,
         }
         total = functools.reduce(functions[op], parts)
         return (np.trunc(total.astype(np.float64) / size)).astype(dtype) if op is Op.AVERAGE else total
@@ -96,7 +100,9 @@ def assert_close(result: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], siz
 
 def ops_for(dtype: np.dtype[Any]) -> Iterator[Op]:
     for op in Op:
-        if op is not Op.ADASUM and not (dtype.kind == "c" and op in (Op.MIN, Op.MAX)):
+        needs_bits = op in (Op.BAND, Op.BOR, Op.BXOR)
+        needs_order = op in (Op.MIN, Op.MAX)
+        if op is not Op.ADASUM and (dtype.kind in "biu" or not needs_bits) and (dtype.kind != "c" or not needs_order):
             yield op
 
 

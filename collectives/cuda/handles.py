@@ -58,7 +58,10 @@ class DeviceHandles:
         view: DeviceView,
         rows: Sequence[int],
         finish: Callable[[Any, Any], Any] | None = None,
+        out: Any = None,
     ) -> Handle:
+        """See `Handles.gathered`; the result is always a new tensor."""
+
         def make() -> Any:
             result, received = handle.gathered
             result = view.wrap(result)

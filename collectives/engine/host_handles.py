@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.base.errors import MismatchError
 from collectives.engine.handles import EMPTY, Handle
 from collectives.engine.host_requests import HostRequestCache
 from collectives.engine.request_cache import CachedRequest
@@ -43,13 +44,22 @@ class HostHandles:
         view: View,
         rows: Sequence[int],
         finish: Callable[[Any, Any], Any] | None = None,
+        out: Array | None = None,
     ) -> Handle:
         def deliver(handle: Handle) -> Any:
-            _, out, handle.gathered = handle.keep  # by the task, which has made the result
-            result = view.wrap(out)
+            _, gathered, handle.gathered = handle.keep  # by the task, which has made the result
+            if out is not None and not np.may_share_memory(gathered, out):
+                raise MismatchError(
+                    f"{handle.title}: expected {out.size} elements from all ranks, for the tensor that this rank has "
+                    f"given for the result; they have sent {gathered.size}"
+                )
+            result = view.wrap(gathered)
             return result if finish is None else finish(result, handle.gathered)
 
-        return Handle(entry, view.array, EMPTY, deliver, view, rows=rows, reads=view)
+        written = None if out is None else arrays.view(out)
+        return Handle(
+            entry, view.array, EMPTY if out is None else out, deliver, view, rows=rows, reads=view, writes=written
+        )
 
     def compressed(
         self,
@@ -79,7 +89,9 @@ class HostHandles:
         entry = handle.entry
         if entry.request.collective in ("allgather", "alltoall"):
             rows = sum(handle.rows)
-            out = self._pool.empty((rows, *(entry.request.shape or ())), entry.dtype)
+            shape = (rows, *(entry.request.shape or ()))
+            fits = handle.out is not EMPTY and handle.out.size == handle.source.size
+            out = handle.out.reshape(shape) if fits else self._pool.empty(shape, entry.dtype)
             np.copyto(out.reshape(-1), handle.source)
             handle.keep = (handle.keep, out, [rows])
         else:

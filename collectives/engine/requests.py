@@ -46,8 +46,11 @@ class Handles(Protocol):
     def out_of_place(self, entry: Any, view: Any, shape: tuple[int, ...], out: Any = None) -> Handle:
         """The result, of this shape, is a new tensor, or ``out``."""
 
-    def gathered(self, entry: Any, view: Any, rows: Sequence[int], finish: Finish | None = None) -> Handle:
-        """The result's rows are known when the operation runs; this rank contributes ``rows``, to all or to each."""
+    def gathered(
+        self, entry: Any, view: Any, rows: Sequence[int], finish: Finish | None = None, out: Any = None
+    ) -> Handle:
+        """The result's rows are known when the operation runs; this rank contributes ``rows``, to all or to each.
+        ``out``: memory for them, on the host."""
 
     def filled(self, shape: tuple[int, ...], dtype: np.dtype[Any], value: Any) -> Any:
         """The view of a new tensor of equal elements."""
@@ -140,12 +143,13 @@ class HandleFactory:
         deliver = lambda handle: decompress(inner.deliver(handle))  # noqa: E731
         return Handle(inner.entry, inner.source, inner.out, deliver, inner.keep, reads=inner.reads, writes=written)
 
-    def reducescatter(self, keywords: Keywords, tensor: Any, op: Op | None) -> Handle:
+    def reducescatter(self, keywords: Keywords, tensor: Any, op: Op | None, out: Any = None) -> Handle:
+        """A reduce-scatter; ``out``: as of `allreduce`, for this rank's rows."""
         view, keywords = _view(keywords, tensor)
         arguments.with_rows(view, "reducescatter")
         handles = self._of(view)
         entry = handles.requests.reducing("reducescatter", view, None, {**keywords, "op": op})
-        return handles.out_of_place(entry, view, self.share(view.shape))
+        return handles.out_of_place(entry, view, self.share(view.shape), out)
 
     def broadcast(self, keywords: Keywords, tensor: Any, root: int, in_place: bool) -> Handle:
         view, keywords = _view(keywords, tensor, in_place)
@@ -155,20 +159,23 @@ class HandleFactory:
             return handles.in_place(entry, view, tensor, stores=self._rank != root)
         return handles.out_of_place(entry, view, view.shape)
 
-    def allgather(self, keywords: Keywords, tensor: Any) -> Handle:
+    def allgather(self, keywords: Keywords, tensor: Any, out: Any = None) -> Handle:
+        """An allgather; ``out``: a contiguous array in host memory for the result, which has as many elements."""
         view, keywords = _view(keywords, tensor)
         arguments.with_rows(view, "allgather")
         handles = self._of(view)
-        return handles.gathered(handles.requests.gathering("allgather", view, keywords), view, (view.shape[0],))
+        entry = handles.requests.gathering("allgather", view, keywords)
+        return handles.gathered(entry, view, (view.shape[0],), out=out)
 
-    def alltoall(self, keywords: Keywords, tensor: Any, splits: Any) -> Handle:
+    def alltoall(self, keywords: Keywords, tensor: Any, splits: Any, out: Any = None) -> Handle:
+        """An all-to-all; ``out``: as of `allgather`."""
         view, keywords = _view(keywords, tensor)
         arguments.with_rows(view, "alltoall")
         rows = arguments.splits(splits, view.shape[0], self._size)
         handles = self._of(view)
         entry = handles.requests.gathering("alltoall", view, keywords)
-        if splits is None:
-            return handles.gathered(entry, view, rows)
+        if splits is None or out is not None:
+            return handles.gathered(entry, view, rows, out=out)
 
         def with_counts(result: Any, received: Any) -> Any:
             counts = np.array(received, np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from collectives.engine.tasks import HostTask, Words
 from collectives.plan.mapped_loops import Loop
 from collectives.tensors.arena import MAPPED, arena
 from collectives.tensors.arrays import address
+from collectives.tensors.result_pool import ResultPool
 from collectives.transport.base import Array
 
 
@@ -25,10 +27,20 @@ class GatheredRows:
     """That this rank sends: to all, or to each receiver."""
     handle: Callable[[], Handle]
     """Makes the handle of the operation, should it need one after all."""
+    out: Array | None = None
+    """Memory of the caller's for the result, contiguous; None: it comes from the result pool."""
     array: Any = None
-    """The result, of shape ``(rows, ...)``."""
+    """The result, of shape ``(rows, ...)``; not in ``out`` if that has another number of elements."""
     received: Sequence[int] = ()
     """The rows received from each rank."""
+
+    def place(self, shape: tuple[int, ...], dtype: Any, pool: ResultPool) -> Array:
+        """Set ``array``, and return it."""
+        out = self.out
+        self.array = (
+            out.reshape(shape) if out is not None and out.size == math.prod(shape) else pool.empty(shape, dtype)
+        )
+        return self.array
 
 
 _AllWords = tuple[tuple[int, ...], ...]
@@ -96,7 +108,7 @@ class Rows(HostTask):
             self._run_anew(all_words)
         else:
             gathered = self._gathered
-            gathered.array = out = self._context.pool.empty(kept.shape, self.entry.dtype)
+            out = gathered.place(kept.shape, self.entry.dtype, self._context.pool)
             gathered.received = kept.received
             kept.loop.run(self._source, out.reshape(-1), kept.blocks)
         self._source, self._gathered = EMPTY, _NOWHERE
@@ -106,7 +118,7 @@ class Rows(HostTask):
         context, entry, gathered, rank = self._context, self.entry, self._gathered, self._context.rank
         received, rows = exchanged_rows(entry.request.collective, [words[2:] for words in all_words], rank)
         gathered.received = received
-        gathered.array = out = context.pool.empty((sum(received), *self._row), entry.dtype)
+        out = gathered.place((sum(received), *self._row), entry.dtype, context.pool)
         # A rank without rows has no tensor to be mapped.
         mapped = all(words[0] & MAPPED or not any(words[2:]) for words in all_words)
         plan = context.entries.plan_for_rows(entry, rows, mapped)
@@ -136,7 +148,8 @@ class Rows(HostTask):
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
         handle = handles[0]
-        return self.prepare(handle.source, GatheredRows(tuple(handle.rows), lambda: handle))
+        out = None if handle.out is EMPTY else handle.out
+        return self.prepare(handle.source, GatheredRows(tuple(handle.rows), lambda: handle, out))
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         handle, gathered = handles[0], self._gathered

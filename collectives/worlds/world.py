@@ -182,6 +182,10 @@ class World(_Parts):
                 self._devices = side.DeviceBackend(self._context, self.config, self.local_rank, self._turn, failed)
             return self._devices
 
+    def beside(self, group: Group, config: Config) -> World:
+        """A world of another group, whose operations may be given the same memory as this one's."""
+        return World(group, config, turn=self._turn, in_flight=self._in_flight)
+
     # ---- process sets
 
     def add_process_set(self, ranks: Sequence[int]) -> World | None:
@@ -211,7 +215,7 @@ class World(_Parts):
             self._turn.needed = True
             child, problem = None, ""
             try:
-                child = None if group is None else World(group, self.config, turn=self._turn, in_flight=self._in_flight)
+                child = None if group is None else self.beside(group, self.config)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             problem = self._first_of(problem)
@@ -330,6 +334,12 @@ class World(_Parts):
             world._engine.mark_cycles(mark_cycles)
 
     # ---- the end
+
+    @property
+    def failure(self) -> CollectivesError | None:
+        """The error that every further call raises; None while the world can be used."""
+        refusal = self._engine.refusal
+        return None if refusal is None else refusal()
 
     @property
     def statistics(self) -> Statistics:

@@ -39,25 +39,57 @@ def connect(
         InvalidArgumentError: there is no such network interface.
         MismatchError, RankFailedError, CollectiveTimeoutError: as `make_group`.
     """
-    mesh = Mesh(exchange, rank, key, interface=config.network_interface)
-    heart, all_ranks = None, range(mesh.size)
-    try:
-        heart = Heart(mesh, config.peer_timeout, config.timeout, check)
+    return Network(exchange, rank, key, config, check).everyone
 
-        def end(quiet: bool) -> None:
-            heart.close()
+
+class Network:
+    """Processes that are connected by TCP, and the groups of them. Made by all of them, as `connect` says.
+
+    Args:
+        numbers: the ranks' numbers in messages; by default those of the network.
+
+    Attributes:
+        everyone: the group of all; closing it ends the network.
+    """
+
+    def __init__(
+        self,
+        exchange: Callable[[Any], list[Any]],
+        rank: int,
+        key: bytes | None,
+        config: Config,
+        check: Callable[[], object] = lambda: None,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        self._mesh = mesh = Mesh(exchange, rank, key, interface=config.network_interface)
+        heart, all_ranks = None, range(mesh.size)
+        try:
+            self._heart = heart = Heart(mesh, config.peer_timeout, config.timeout, check)
+
+            def end(quiet: bool) -> None:
+                heart.close()
+                mesh.close()
+
+            wiring = TcpWiring(mesh, heart, OUTERMOST, all_ranks, config, end, check)
+            wiring.watch(check)  # the heart does not listen yet: a rank that cannot connect is no rank that has died
+            wiring.channel.exchange(None)
+            heart.start()
+            self.everyone = make_group(wiring, config, numbers or all_ranks)
+        except BaseException as error:
+            if heart is not None:
+                heart.abandon(OUTERMOST, all_ranks, error)
             mesh.close()
+            raise
 
-        wiring = TcpWiring(mesh, heart, OUTERMOST, all_ranks, config, end, check)
-        wiring.watch(check)  # the heart does not listen yet: a rank that cannot connect is no rank that has died
-        wiring.channel.exchange(None)
-        heart.start()
-        return make_group(wiring, config, all_ranks)
-    except BaseException as error:
-        if heart is not None:
-            heart.abandon(OUTERMOST, all_ranks, error)
-        mesh.close()
-        raise
+    def group(self, name: str, members: Sequence[int], config: Config) -> Group:
+        """The group of some of the processes, which alone call this, together. Raises as `make_group`.
+
+        Args:
+            name: alike on the members, and different from that of any other group, also an earlier one.
+            members: as ranks of the network, in the order of the group's.
+        """
+        numbers = [self.everyone.ranks[member] for member in members]
+        return make_group(TcpWiring(self._mesh, self._heart, name, members, config), config, numbers)
 
 
 class TcpWiring:

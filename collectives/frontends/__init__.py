@@ -3,5 +3,5 @@
 This package imports no framework.
 """
 
-ADAPTERS = ("torch", "tensorflow", "keras", "jax")
+ADAPTERS = ("torch", "c10d", "tensorflow", "keras", "jax")
 """The folders of `collectives` that are adapters."""

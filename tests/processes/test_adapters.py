@@ -11,6 +11,7 @@ DEPENDS_ON_THE_NUMBER = ("operations", "autograd", "gradients", "transforms", "s
 own tests need no framework."""
 ON_THREE = {
     **dict.fromkeys(("torch", "tensorflow", "jax"), DEPENDS_ON_THE_NUMBER),
+    "torch.distributed": ("calls", "membership"),
     # Its recipes come to what one rank comes to with the whole batch: here with thirds of it.
     "keras on torch": ("*",),
 }

@@ -20,6 +20,7 @@ XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_pas
 KERAS_3 = ("keras", "keras3")
 ENVIRONMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]] = {
     "torch": (("torch",), ("torch",), {}),
+    "torch.distributed": (("c10d",), ("torch",), {}),
     "tensorflow": (("tensorflow",), ("tensorflow",), QUIET),
     "jax": (("jax",), ("jax",), {"XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=2"}),
     "keras on tensorflow": (KERAS_3, ("keras", "tensorflow"), {"KERAS_BACKEND": "tensorflow", **QUIET}),

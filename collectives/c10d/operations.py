@@ -1,0 +1,529 @@
+"""The collectives of c10d, on the world of one process group, under the names by which Python and C++ call them.
+
+Tensors are passed as their elements, in order: like torch's own backends, these compare the numbers of elements on the
+ranks, and not shapes. Any strides will do. Ranks in arguments are those of the group. An operation that fails raises
+from its `Work`; where the caller waits for it anyway (``async_op=False``), it is carried out at once and raises itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError, NotInitializedError
+from collectives.base.reduce_op import Op
+from collectives.c10d.profiling import Range, is_profiled
+from collectives.c10d.work import Several, Work, after, continuations
+from collectives.engine.handles import Handle
+from collectives.engine.messages.matching import ANY_SOURCE
+from collectives.engine.requests import HandleFactory
+from collectives.tensors import arrays
+from collectives.worlds.world import World
+
+_Kind: Any = ReduceOp.RedOpType
+_OPS = {
+    _Kind.SUM: Op.SUM,
+    _Kind.AVG: Op.AVERAGE,
+    _Kind.PRODUCT: Op.PRODUCT,
+    _Kind.MIN: Op.MIN,
+    _Kind.MAX: Op.MAX,
+    _Kind.BAND: Op.BAND,
+    _Kind.BOR: Op.BOR,
+    _Kind.BXOR: Op.BXOR,
+    _Kind.PREMUL_SUM: Op.SUM,
+}
+_PLAIN = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+"""The dtypes that NumPy has too."""
+
+
+class Operations:
+    """What a process group does together.
+
+    Attributes:
+        world: the ranks; None before they are connected, and after the end.
+    """
+
+    world: World | None = None
+    _coalesced: list[Work] | None = None
+
+    # ---- reductions
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        """In place. ``tensors``: a list of one, or of several that complete together; or a tensor. ``opts``: options,
+        or the operation."""
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        op, options = _reduction(opts)
+        if len(tensors) != 1:
+            return self.allreduce_coalesced(tensors, opts)
+        (tensor,) = tensors
+        if not options and _at_once(opts) and self._coalesced is None:
+            array = _array(tensor)
+            if array is not None:
+                self._connected().allreduce_(array, op=op)
+                return Work(tensors)
+        return self._do("all_reduce", opts, tensors, _allreduce, tensor, op, **options)
+
+    def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Work:
+        """In place, several tensors together."""
+        op, options = _reduction(opts)
+        return self._do("all_reduce", opts, tensors, _grouped, list(tensors), _allreduce, op, **options)
+
+    def reduce(self, tensors: Sequence[Any], opts: Any) -> Work:
+        """On the root in place; the other ranks' tensors are left as they are."""
+        op, options = _reduction(opts)
+        tensor, root = _one(tensors, "reduce"), opts.rootRank == self._connected().rank
+        return self._do("reduce", opts, tensors, _allreduce, tensor, op, root, **options)
+
+    def reduce_scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any = None) -> Work:
+        """``outputs``: this rank's share; ``inputs``: a list of each rank's."""
+        op, options = _reduction(opts)
+        out, parts = _one(outputs, "reduce_scatter"), _one(inputs, "reduce_scatter")
+        self._each_rank(parts, "reduce_scatter: input_list")
+        if any(part.numel() != out.numel() for part in parts):
+            return self._do(
+                "reduce_scatter",
+                opts,
+                outputs,
+                _reduce_scatter_unevenly,
+                out,
+                parts,
+                self._connected().rank,
+                op,
+                **options,
+            )
+        return self._do("reduce_scatter", opts, outputs, _reduce_scatter, out, _joined(parts), op, **options)
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Work:
+        """``input``: the ranks' shares behind each other."""
+        op, options = _reduction(opts)
+        self._all_in(input, output, "reduce_scatter_tensor", "input", "output")
+        return self._do("reduce_scatter", opts, [output], _reduce_scatter, output, input, op, **options)
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
+        op, options = _reduction(opts)
+        for output, whole in zip(outputs, inputs, strict=True):
+            self._all_in(whole, output, "reduce_scatter_tensor", "input", "output")
+        pairs = list(zip(outputs, inputs, strict=True))
+        return self._do("reduce_scatter", opts, outputs, _grouped, pairs, _reduce_scatter_pair, op, **options)
+
+    # ---- everything from everyone
+
+    def broadcast(self, tensors: Any, opts: Any) -> Work:
+        """In place."""
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        root = opts.rootRank
+        if len(tensors) == 1 and _at_once(opts) and self._coalesced is None:
+            array = _array(tensors[0])
+            if array is not None:
+                self._connected().broadcast_(array, root)
+                return Work(tensors)
+        if len(tensors) == 1:
+            return self._do("broadcast", opts, tensors, _broadcast, tensors[0], root)
+        return self._do("broadcast", opts, tensors, _grouped, list(tensors), _broadcast, root)
+
+    def broadcast_one(self, tensor: Any, root: int) -> Work:
+        """`broadcast` of one tensor, as torchft spells it."""
+        opts = torch._C._distributed_c10d.BroadcastOptions()
+        opts.rootRank = root
+        return self.broadcast([tensor], opts)
+
+    def allgather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None) -> Work:
+        """``outputs``: lists of each rank's tensor, which may differ in size."""
+        gathered = [out for parts in outputs for out in parts]
+        for parts in outputs:
+            self._each_rank(parts, "all_gather: tensor_list")
+        if len(inputs) == 1:
+            return self._do("all_gather", opts, gathered, _gather_to_list, inputs[0], outputs[0], inputs=inputs)
+        pairs = list(zip(inputs, outputs, strict=True))
+        return self._do("all_gather", opts, gathered, _grouped, pairs, _gather_pair_to_list, inputs=inputs)
+
+    def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None) -> Work:
+        """``outputs``: of each rank, a list of its tensors."""
+        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Work:
+        """``output``: the ranks' inputs behind each other; ``input`` may be this rank's part of it."""
+        self._all_in(output, input, "all_gather_into_tensor", "output", "input")
+        return self._do("all_gather", opts, [output], _gather, output, input)
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
+        for output, part in zip(outputs, inputs, strict=True):
+            self._all_in(output, part, "all_gather_into_tensor", "output", "input")
+        pairs = list(zip(outputs, inputs, strict=True))
+        return self._do("all_gather", opts, outputs, _grouped, pairs, _gather_pair)
+
+    def gather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Work:
+        """``outputs``: on the root, a list of each rank's tensor."""
+        world, tensor = self._connected(), _one(inputs, "gather")
+        parts = outputs[0] if outputs and opts.rootRank == world.rank else []
+        if opts.rootRank == world.rank:
+            self._each_rank(parts, "gather: gather_list")
+        splits = [0] * world.size
+        splits[opts.rootRank] = tensor.numel()
+        return self._do("gather", opts, list(parts), _exchange_lists, list(parts), tensor, splits)
+
+    def scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any) -> Work:
+        """``inputs``: on the root, a list of each rank's tensor."""
+        world, out = self._connected(), _one(outputs, "scatter")
+        parts: Sequence[Any] = []
+        if opts.rootRank == world.rank:
+            parts = _one(inputs, "scatter")
+            self._each_rank(parts, "scatter: scatter_list")
+        whole = _joined(parts) if parts else out.new_empty(0)
+        splits = [part.numel() for part in parts] or [0] * world.size
+        received = [out.new_empty(0)] * world.size
+        received[opts.rootRank] = out
+        return self._do("scatter", opts, outputs, _exchange_lists, received, whole, splits)
+
+    # ---- everyone to everyone
+
+    def all_to_all_single(
+        self, output: Any, input: Any, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+    ) -> Work:
+        """``output_splits``, ``input_splits``: rows from and to each rank; empty: equally many."""
+        received = self._elements(output, output_splits, "output_split_sizes")
+        sent = self._elements(input, input_splits, "input_split_sizes")
+        return self._do("all_to_all", opts, [output], _exchange, output, input, sent, received)
+
+    def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
+        """A list of each rank's tensor, received and sent."""
+        self._each_rank(outputs, "all_to_all: output_tensor_list")
+        self._each_rank(inputs, "all_to_all: input_tensor_list")
+        sent = [part.numel() for part in inputs]
+        return self._do("all_to_all", opts, outputs, _exchange_lists, list(outputs), _joined(inputs), sent)
+
+    # ---- messages
+
+    def send(self, tensors: Sequence[Any], dst: int, tag: int = 0) -> Work:
+        """Never blocks."""
+        tensor = _dense(_one(tensors, "send"), "send")
+        profiled = Range("send", tensors, continuations().submit) if is_profiled() else None
+        return self._noted(Work(tensors, self._connected().isend(_flat(tensor), dst, tag), None, profiled))
+
+    def recv(self, tensors: Sequence[Any], src: int, tag: int = 0) -> Work:
+        tensor = _dense(_one(tensors, "recv"), "recv")
+        into = tensor.detach()
+        flat = into.view(-1) if into.is_contiguous() else into
+        name = "recvAnySource" if src == ANY_SOURCE else "recv"
+        profiled = Range(name, tensors, continuations().submit) if is_profiled() else None
+        return self._noted(Work(tensors, self._connected().irecv(flat, src, tag), None, profiled))
+
+    def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Work:
+        return self.recv(tensors, ANY_SOURCE, tag)
+
+    # ---- without tensors
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._do("barrier", opts, [], _barrier)
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any = None) -> Work:
+        works, self._coalesced = self._coalesced or [], None
+        return Several([tensor for work in works for tensor in work.tensors], works)
+
+    # ---- the other spellings: those of torch up to 2.12, and of its newest backends
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+    all_to_all = alltoall
+    start_coalescing = _start_coalescing
+    end_coalescing = _end_coalescing
+
+    # ---- how an operation is carried out
+
+    def _connected(self) -> World:
+        if self.world is None:
+            raise NotInitializedError("this process group is not connected: it was destroyed, or has no members yet")
+        return self.world
+
+    def _do(
+        self,
+        name: str,
+        opts: Any,
+        tensors: Sequence[Any],
+        make: Callable[..., Handle],
+        *arguments: Any,
+        inputs: Sequence[Any] = (),
+        **options: Any,
+    ) -> Work:
+        """Carry out the operation that ``make(handles, *arguments, **options)`` makes, or begin it.
+
+        Args:
+            name: in the profiler.
+            opts: of the call.
+            tensors: for the result.
+            inputs: whose shapes the profiler shows; by default those of ``tensors``.
+        """
+        operations = self._connected().operations
+        if self._coalesced is None and _at_once(opts):
+            operations.carry_out(make, options, *arguments)  # type: ignore[arg-type]
+            return Work(tensors)
+        profiled = Range(name, inputs or tensors, continuations().submit) if is_profiled() else None
+        handle = operations.begin(make, options, *arguments)  # type: ignore[arg-type]
+        return self._noted(Work(tensors, handle, _seconds(opts), profiled))
+
+    def _noted(self, work: Work) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _each_rank(self, parts: Sequence[Any], argument: str) -> None:
+        size = self._connected().size
+        if len(parts) != size:
+            raise InvalidArgumentError(f"{argument}: expected {size} tensors, one for each rank; got {len(parts)}")
+
+    def _all_in(self, whole: Any, part: Any, operation: str, name: str, name_of_part: str) -> None:
+        size = self._connected().size
+        if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+            raise InvalidArgumentError(
+                f"{operation}: {name}: expected {size} times the {part.numel()} elements of {name_of_part}, of dtype "
+                f"{part.dtype}; got {whole.numel()} of {whole.dtype}"
+            )
+
+    def _elements(self, tensor: Any, splits: Sequence[int], argument: str) -> list[int]:
+        """The elements from or to each rank."""
+        size, rows = self._connected().size, tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if rows % size:
+                raise InvalidArgumentError(
+                    f"all_to_all_single: expected rows that {size} ranks can share evenly, or {argument}; got {rows}"
+                )
+            splits = [rows // size] * size
+        elif len(splits) != size or sum(splits) != rows:
+            raise InvalidArgumentError(
+                f"all_to_all_single: {argument}: expected {size} numbers with a sum of {rows}, got {list(splits)}"
+            )
+        row = tensor.numel() // rows if rows else 0
+        return [count * row for count in splits]
+
+
+# ---- arguments
+
+
+def _one(tensors: Sequence[Any], operation: str) -> Any:
+    if len(tensors) != 1:
+        raise InvalidArgumentError(f"{operation}: expected a list of one, got {len(tensors)}")
+    return tensors[0]
+
+
+def _reduction(opts: Any) -> tuple[Op, dict[str, Any]]:
+    """The engine's operation, and further keywords."""
+    if opts is None:
+        return Op.SUM, {}
+    if isinstance(opts, _Kind):  # before ReduceOp, which says of it that it is one
+        return _OPS[opts], {}
+    op: Any = opts if isinstance(opts, ReduceOp) else opts.reduceOp
+    kind, factor = op.__getstate__()  # on every version of torch
+    if factor is None:
+        return _OPS[kind], {}
+    return Op.SUM, {"prescale_factor": float(factor)}
+
+
+def _at_once(opts: Any) -> bool:
+    """Whether the caller waits for the operation in any case, and for as long as the group does."""
+    return not getattr(opts, "asyncOp", True) and opts.timeout.days < 0 and not is_profiled()
+
+
+def _seconds(opts: Any) -> float | None:
+    timeout = getattr(opts, "timeout", None)
+    return None if timeout is None or timeout.days < 0 else timeout.total_seconds()
+
+
+def _dense(tensor: Any, operation: str) -> Any:
+    if tensor.layout is not torch.strided:
+        raise InvalidTypeError(
+            f"{operation}: expected a dense tensor, got layout {tensor.layout}; a sum of sparse COO tensors on the "
+            "CPU is what all_reduce takes besides"
+        )
+    return tensor
+
+
+def _array(tensor: Any) -> Any:
+    """The memory of a tensor as a 1-D array, of which the engine makes no view; None if it needs one."""
+    if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous():
+        array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+        return array if array.ndim == 1 else array.reshape(-1)
+    return None
+
+
+def _flat(tensor: Any) -> Any:
+    """The elements of a tensor that is read, in order, and copied only where its strides require that."""
+    return tensor.detach().reshape(-1)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    return torch.cat([_flat(_dense(part, "a list of tensors")) for part in parts])
+
+
+def _memory(tensor: Any) -> Any:
+    """The memory of a tensor as an array for a result; None where the result has to be copied."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return None
+    view: Any = arrays.view(tensor.detach().view(-1), writable=True)
+    return None if view.copied else view.array
+
+
+def _store(flat: Any, tensor: Any) -> None:
+    with torch.no_grad():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+# ---- handles
+
+
+def _allreduce(handles: HandleFactory, tensor: Any, op: Op, in_place: bool = True, **options: Any) -> Handle:
+    if tensor.layout is torch.sparse_coo and tensor.is_cpu and op is Op.SUM and in_place:
+        return _sparse_allreduce(handles, tensor)
+    options["op"] = op
+    if not in_place:
+        return handles.allreduce(options, _flat(_dense(tensor, "all_reduce")), None, False)
+    target = _dense(tensor, "all_reduce").detach()
+    if target.is_contiguous():
+        return handles.allreduce(options, target.view(-1), None, True)
+    flat = target.reshape(-1)
+    return after(handles.allreduce(options, flat, None, True), lambda _: _store(flat, target))
+
+
+def _sparse_allreduce(handles: HandleFactory, tensor: Any) -> Handle:
+    """The ranks' nonzeros are gathered, and those of equal indices added."""
+    coalesced = tensor.detach().coalesce()
+    rows = [coalesced.indices().t().contiguous(), coalesced.values()]
+
+    def store(gathered: list[Any]) -> None:
+        with torch.no_grad():
+            tensor.copy_(torch.sparse_coo_tensor(gathered[0].t(), gathered[1], tensor.shape).coalesce())
+
+    return after(handles.grouped({}, handles.allgather, rows), store)
+
+
+def _broadcast(handles: HandleFactory, tensor: Any, root: int, **options: Any) -> Handle:
+    target = _dense(tensor, "broadcast").detach()
+    if target.is_contiguous():
+        return handles.broadcast(options, target.view(-1), root, True)
+    flat = target.reshape(-1)
+    return after(handles.broadcast(options, flat, root, True), lambda _: _store(flat, target))
+
+
+def _grouped(
+    handles: HandleFactory, items: list[Any], make: Callable[..., Handle], *further: Any, **options: Any
+) -> Handle:
+    """What ``make`` makes of each item, as one operation."""
+
+    def member(shared: Any, item: Any, *rest: Any) -> Handle:
+        return make(handles, item, *rest, **shared)
+
+    member.__name__ = make.__name__.removeprefix("_")
+    return handles.grouped(options, member, items, *further)
+
+
+def _reduce_scatter(handles: HandleFactory, out: Any, whole: Any, op: Op, **options: Any) -> Handle:
+    return _reduce_scatter_pair(handles, (out, whole), op, **options)
+
+
+def _reduce_scatter_pair(handles: HandleFactory, pair: tuple[Any, Any], op: Op, **options: Any) -> Handle:
+    out, whole = pair
+    flat = _flat(_dense(whole, "reduce_scatter"))
+    memory = None if _share_memory(out, whole) else _memory(out)
+    return _into(handles.reducescatter(options, flat, op, memory), out, memory)
+
+
+def _reduce_scatter_unevenly(
+    handles: HandleFactory, out: Any, parts: Sequence[Any], rank: int, op: Op, **options: Any
+) -> Handle:
+    """By an all-reduce: shares of different sizes are rare."""
+    whole, at = _joined(parts), sum(part.numel() for part in parts[:rank])
+    handle = _allreduce(handles, whole, op, **options)
+    return after(handle, lambda _: _store(whole[at : at + out.numel()], out))
+
+
+def _gather(handles: HandleFactory, out: Any, part: Any, **options: Any) -> Handle:
+    return _gather_pair(handles, (out, part), **options)
+
+
+def _gather_pair(handles: HandleFactory, pair: tuple[Any, Any], **options: Any) -> Handle:
+    out, part = pair
+    flat = _flat(_dense(part, "all_gather_into_tensor"))
+    memory = _memory(out)
+    return _into(handles.allgather(options, flat, memory), out, memory)
+
+
+def _gather_to_list(handles: HandleFactory, tensor: Any, parts: Sequence[Any], **options: Any) -> Handle:
+    return _gather_pair_to_list(handles, (tensor, parts), **options)
+
+
+def _gather_pair_to_list(handles: HandleFactory, pair: tuple[Any, Sequence[Any]], **options: Any) -> Handle:
+    tensor, parts = pair
+    return _to_list(handles.allgather(options, _flat(_dense(tensor, "all_gather"))), parts)
+
+
+def _exchange(
+    handles: HandleFactory, out: Any, whole: Any, sent: list[int], received: list[int], **options: Any
+) -> Handle:
+    memory = None if _share_memory(out, whole) else _memory(out)
+    return _into(handles.alltoall(options, _flat(_dense(whole, "all_to_all")), sent, memory), out, memory)
+
+
+def _exchange_lists(
+    handles: HandleFactory, parts: Sequence[Any], whole: Any, sent: list[int], **options: Any
+) -> Handle:
+    return _to_list(handles.alltoall(options, _flat(_dense(whole, "all_to_all")), sent), parts)
+
+
+def _into(handle: Handle, out: Any, memory: Any) -> Handle:
+    """Have the result stored in ``out``, unless it is made there."""
+    return handle if memory is not None else after(handle, lambda result: _store(_elements(result), out))
+
+
+def _to_list(handle: Handle, parts: Sequence[Any]) -> Handle:
+    """Have the ranks' elements stored in one tensor each."""
+    if not parts:
+        return handle
+
+    def divide(result: Any) -> None:
+        flat = _elements(result)
+        received = handle.gathered if isinstance(handle.gathered, list) else handle.gathered[1]
+        expected = [part.numel() for part in parts]
+        if list(received) != expected:
+            raise MismatchError(
+                f"{handle.title}: expected {expected} elements from the ranks, as the tensors for the result have; "
+                f"they have sent {list(received)}"
+            )
+        for part, elements in zip(parts, flat.split(expected), strict=True):
+            _store(elements, part)
+
+    return after(handle, divide)
+
+
+def _elements(result: Any) -> Any:
+    """The tensor of a result; that of an all-to-all comes with the numbers of elements received."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _barrier(handles: HandleFactory, **options: Any) -> Handle:
+    return handles.barrier()
+
+
+def _share_memory(first: Any, second: Any) -> bool:
+    return bool(first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr())

@@ -1,0 +1,340 @@
+"""Every call of torch.distributed over our backend: results, layouts, dtypes, groups, asynchronous works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch.distributed")
+
+import torch.distributed as dist  # noqa: E402
+import torch.distributed._functional_collectives as functional  # noqa: E402
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceOp  # noqa: E402
+
+from tests.adapters.c10d_ranks import default_group, rank, size  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[Any]:
+    with default_group() as group:
+        yield group
+
+
+def of(other: int, count: int = 4, dtype: Any = torch.float32) -> Any:
+    """Rank ``other``'s numbers."""
+    return (torch.arange(count) % 3 + other + 1).to(dtype)
+
+
+def every(count: int = 4, dtype: Any = torch.float32) -> list[Any]:
+    return [of(other, count, dtype) for other in range(size())]
+
+
+def test_torch_knows_the_backend(world: Any) -> None:
+    assert dist.get_backend() == "collectives" and (dist.get_rank(), dist.get_world_size()) == (rank(), size())
+    assert world.name() == "collectives" and world.group_name == "0"
+    assert dist.get_process_group_ranks(world) == list(range(size()))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8]
+)
+@pytest.mark.parametrize("count", [0, 1, 1000, 100_000])
+def test_all_reduce_sums(count: int, dtype: Any, is_async: bool) -> None:
+    tensor = of(rank(), count, dtype)
+    work = dist.all_reduce(tensor, async_op=is_async)
+    if is_async:
+        assert work.wait() and work.is_completed() and work.is_success() and work.result()[0] is tensor
+    assert torch.equal(tensor, torch.stack(every(count, torch.float64)).sum(0).to(dtype))
+
+
+def reduced(name: str, tensors: list[Any]) -> Any:
+    both = {
+        "SUM": lambda a, b: a + b,
+        "PRODUCT": lambda a, b: a * b,
+        "MIN": torch.minimum,
+        "MAX": torch.maximum,
+        "BAND": lambda a, b: a & b,
+        "BOR": lambda a, b: a | b,
+        "BXOR": lambda a, b: a ^ b,
+    }[name]
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = both(total, tensor)
+    return total
+
+
+@pytest.mark.parametrize("name", ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_every_operation(name: str, dtype: Any) -> None:
+    tensor = of(rank(), 6, torch.int32) * 5 % 7
+    everything = [(part * 5 % 7) for part in every(6, torch.int32)]
+    if dtype is torch.bool:
+        tensor, everything = tensor > 3, [part > 3 for part in everything]
+        if name in ("SUM", "PRODUCT"):
+            name, expected = name, reduced("BOR" if name == "SUM" else "BAND", everything)
+        else:
+            expected = reduced({"MIN": "BAND", "MAX": "BOR"}.get(name, name), everything)
+    else:
+        expected = reduced(name, everything)
+    dist.all_reduce(tensor, getattr(ReduceOp, name))
+    assert torch.equal(tensor, expected)
+
+
+def test_averages_and_sums_that_are_multiplied_before() -> None:
+    tensor = of(rank())
+    dist.all_reduce(tensor, ReduceOp.AVG)
+    assert torch.allclose(tensor, torch.stack(every()).mean(0))
+    tensor = of(rank())
+    dist.all_reduce(tensor, torch.distributed._make_nccl_premul_sum(0.25))
+    assert torch.equal(tensor, torch.stack(every()).sum(0) * 0.25)
+
+
+def test_bits_of_floating_point_numbers_are_refused_on_every_rank() -> None:
+    with pytest.raises(TypeError, match="expected integers or bools"):
+        dist.all_reduce(torch.ones(3), ReduceOp.BAND)
+    dist.barrier()
+
+
+def test_strides_do_not_matter() -> None:
+    base = torch.zeros(4, 6)
+    column = base[:, 1]
+    column.copy_(of(rank()))
+    dist.all_reduce(column)
+    assert torch.equal(column, torch.stack(every()).sum(0)) and base.count_nonzero() == 4
+    transposed = of(rank(), 6).view(2, 3).t()
+    dist.broadcast(transposed, 1)
+    assert torch.equal(transposed, of(1, 6).view(2, 3).t())
+    gathered = [torch.zeros(8)[::2] for _ in range(size())]
+    dist.all_gather(gathered, of(rank()))
+    assert all(map(torch.equal, gathered, every()))
+    whole = torch.zeros(2 * size(), 2).t()
+    dist.all_gather_into_tensor(whole, of(rank()))
+    assert torch.equal(whole.reshape(-1), torch.cat(every()))
+
+
+def test_tensors_that_require_grad() -> None:
+    parameter = torch.nn.Parameter(of(rank()))
+    dist.all_reduce(parameter)
+    dist.broadcast(parameter, 0)
+    assert torch.equal(parameter.detach(), torch.stack(every()).sum(0))
+
+
+def test_complex_numbers() -> None:
+    tensor = torch.complex(of(rank()), -of(rank()))
+    dist.all_reduce(tensor)
+    total = torch.stack(every()).sum(0)
+    assert torch.equal(tensor, torch.complex(total, -total))
+
+
+def test_broadcast_and_reduce_from_and_to_every_rank() -> None:
+    for root in range(size()):
+        tensor = of(rank())
+        dist.broadcast(tensor, root)
+        assert torch.equal(tensor, of(root))
+        tensor = of(rank())
+        dist.reduce(tensor, root)
+        assert torch.equal(tensor, torch.stack(every()).sum(0) if rank() == root else of(rank()))
+
+
+@pytest.mark.parametrize("count", [1, 1000, 100_000])
+def test_gathers_into_one_tensor_and_into_lists(count: int) -> None:
+    whole = torch.zeros(count * size())
+    dist.all_gather_into_tensor(whole, of(rank(), count))
+    assert torch.equal(whole, torch.cat(every(count)))
+    part = whole[rank() * count : (rank() + 1) * count]  # in place, as FSDP has it
+    part.add_(1)
+    dist.all_gather_into_tensor(whole, part)
+    assert torch.equal(whole, torch.cat(every(count)) + 1)
+    parts = [torch.zeros(count + other) for other in range(size())]  # of different sizes, which gloo refuses
+    dist.all_gather(parts, of(rank(), count + rank()))
+    assert all(torch.equal(part, of(other, count + other)) for other, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("count", [1, 1000, 100_000])
+def test_reduce_scatter_of_one_tensor_and_of_lists(count: int) -> None:
+    whole, out = torch.cat([of(rank() + share, count) for share in range(size())]), torch.zeros(count)
+    dist.reduce_scatter_tensor(out, whole)
+    expected = torch.stack([of(other + rank(), count) for other in range(size())]).sum(0)
+    assert torch.equal(out, expected)
+    dist.reduce_scatter_tensor(out, whole, ReduceOp.AVG)
+    assert torch.allclose(out, expected / size())
+    shares = [torch.full((count + share,), float(rank() + share)) for share in range(size())]
+    out = torch.zeros(count + rank())
+    dist.reduce_scatter(out, shares)
+    assert torch.equal(out, torch.full((count + rank(),), float(sum(range(size())) + size() * rank())))
+
+
+def test_gather_and_scatter_at_every_root() -> None:
+    for root in range(size()):
+        parts = [torch.zeros(4) for _ in range(size())] if rank() == root else None
+        dist.gather(of(rank()), parts, root)
+        assert parts is None or all(map(torch.equal, parts, every()))
+        out = torch.zeros(4)
+        dist.scatter(out, [of(root + other) for other in range(size())] if rank() == root else None, root)
+        assert torch.equal(out, of(root + rank()))
+
+
+def test_all_to_all_of_rows_and_of_lists() -> None:
+    out = torch.zeros(size(), 2)
+    dist.all_to_all_single(out, torch.stack([torch.full((2,), 10.0 * rank() + to) for to in range(size())]))
+    assert torch.equal(out[:, 0], torch.tensor([10.0 * source + rank() for source in range(size())]))
+    sent = [rank() + to for to in range(size())]
+    received = [source + rank() for source in range(size())]
+    out = torch.zeros(sum(received), 3)
+    dist.all_to_all_single(out, torch.full((sum(sent), 3), float(rank())), received, sent)
+    assert torch.equal(out[:, 1], torch.cat([torch.full((count,), float(s)) for s, count in enumerate(received)]))
+    outs = [torch.zeros(source + 1) for source in range(size())]
+    dist.all_to_all(outs, [torch.full((rank() + 1,), float(to)) for to in range(size())])
+    assert all(torch.equal(out, torch.full((source + 1,), float(rank()))) for source, out in enumerate(outs))
+
+
+def test_objects() -> None:
+    objects: list[Any] = [None] * size()
+    dist.all_gather_object(objects, {"rank": rank()})
+    assert objects == [{"rank": other} for other in range(size())]
+    found = ["x" * 1000 if rank() == 1 else None, rank()]
+    dist.broadcast_object_list(found, 1)
+    assert found == ["x" * 1000, 1]
+
+
+def test_messages_of_every_kind() -> None:
+    following, previous = (rank() + 1) % size(), (rank() - 1) % size()
+    into = torch.zeros(100_000)
+    sending = dist.isend(of(rank(), 100_000), following, tag=3)  # before the receive: a send never blocks
+    assert dist.recv(into, previous, tag=3) == previous
+    sending.wait()
+    assert torch.equal(into, of(previous, 100_000))
+    sending = dist.isend(of(rank()), following)
+    small = torch.zeros(2, 4).t()[:, 0]
+    assert dist.recv(small) == previous and torch.equal(small, of(previous))
+    sending.wait()
+    out = torch.zeros(4)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, of(rank()), following), dist.P2POp(dist.irecv, out, previous)]
+    )
+    for work in works:
+        work.wait()
+    assert torch.equal(out, of(previous))
+
+
+def test_coalesced_calls(world: Any) -> None:
+    tensors = [of(rank()), of(rank(), 2000)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    assert all(torch.equal(t, torch.stack(every(len(t))).sum(0)) for t in tensors)
+    wholes = [torch.zeros(4 * size()), torch.zeros(7 * size())]
+    with dist._coalescing_manager():
+        for whole in wholes:
+            dist.all_gather_into_tensor(whole, of(rank(), len(whole) // size()))
+    assert all(torch.equal(whole, torch.cat(every(len(whole) // size()))) for whole in wholes)
+    with dist._coalescing_manager(device=torch.device("cpu")):
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
+    opts = AllreduceOptions()
+    world.allreduce_coalesced([of(rank()), of(rank())], opts).wait()
+
+
+def test_groups_of_some_ranks_are_made_by_them_alone() -> None:
+    last = list(range(1, size()))
+    if rank():
+        group = dist.new_group(last, use_local_synchronization=True)
+        tensor = of(rank())
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor, torch.stack(every()[1:]).sum(0))
+        dist.broadcast(tensor, size() - 1, group=group)
+        dist.destroy_process_group(group)
+    again = [dist.new_group([0, size() - 1]) for _ in range(2)]  # two groups of the same ranks are two groups
+    if rank() in (0, size() - 1):
+        tensors = [of(rank()), of(rank(), 7)]
+        works = [
+            dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(tensors, again, strict=True)
+        ]
+        for work in reversed(works):
+            work.wait()
+        assert torch.equal(tensors[1], of(0, 7) + of(size() - 1, 7))
+    dist.barrier()
+
+
+def test_functional_collectives_and_compiled_ones(world: Any) -> None:
+    total = torch.stack(every()).sum(0)
+    assert torch.equal(functional.all_reduce(of(rank()), "sum", world) + 0, total)
+    assert torch.equal(functional.all_gather_tensor(of(rank()), 0, world) + 0, torch.cat(every()))
+    shared = functional.reduce_scatter_tensor(torch.cat([of(rank())] * size()), "sum", 0, world)
+    assert torch.equal(shared + 0, total)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(tensor: Any) -> Any:
+        return functional.all_reduce(tensor * 2, "sum", world) + 1
+
+    assert torch.equal(step(of(rank())), 2 * total + 1)
+
+
+def test_futures_complete_by_themselves_and_continue() -> None:
+    tensors = [of(rank(), count) for count in (3, 1000, 50_000)]
+    futures = [dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors]
+    doubled = [future.then(lambda done: done.value()[0] * 2) for future in futures]
+    for future, tensor in zip(doubled, tensors, strict=True):
+        assert torch.equal(future.wait(), torch.stack(every(len(tensor))).sum(0) * 2)
+
+    def again(done: Any) -> Any:  # a continuation may wait for an operation of its own
+        return dist.all_reduce(done.value()[0], async_op=True).get_future().wait()[0]
+
+    chained = dist.all_reduce(of(rank()), async_op=True).get_future().then(again)
+    assert torch.equal(chained.wait(), torch.stack(every()).sum(0) * size())
+
+
+def test_the_profiler_shows_operations() -> None:
+    with torch.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(of(rank()))
+        dist.all_reduce(of(rank()), async_op=True).wait()
+    shown = [event for event in profile.events() if event.name == "collectives:all_reduce"]
+    assert len(shown) == 2 and all(event.input_shapes == [[4]] for event in shown)
+
+
+def test_direct_calls_of_the_group(world: Any) -> None:
+    tensor = of(rank())
+    world.allreduce(tensor, ReduceOp.MAX).wait()
+    assert torch.equal(tensor, of(size() - 1))
+    whole = [torch.zeros(4 * size())]
+    world.all_gather_single_coalesced(whole, [of(rank())], AllgatherOptions()).wait()
+    assert torch.equal(whole[0], torch.cat(every()))
+
+
+def test_arguments_that_do_not_fit_are_named(world: Any) -> None:
+    with pytest.raises(ValueError, match=f"expected {size()} tensors, one for each rank; got 1"):
+        dist.all_gather([torch.zeros(4)], of(rank()))
+    with pytest.raises(ValueError, match="rows that"):
+        dist.all_to_all_single(torch.zeros(size() + 1), torch.zeros(size() + 1))
+    with pytest.raises(ValueError, match="expected None for the backend collectives"):
+        dist.new_group(pg_options=object())
+    dist.barrier()
+
+
+def test_a_sparse_sum() -> None:
+    tensor = torch.sparse_coo_tensor([[0, rank()]], [1.0, 2.0], (size() + 1,))
+    dist.all_reduce(tensor)
+    expected = torch.zeros(size() + 1)
+    for other in range(size()):
+        expected[0] += 1
+        expected[other] += 2
+    assert torch.equal(tensor.to_dense(), expected) and tensor.layout is torch.sparse_coo
+
+
+def test_a_wait_has_a_bound_and_the_operation_goes_on() -> None:
+    if rank() == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        with pytest.raises(TimeoutError, match="goes on"):
+            work.wait(timedelta(milliseconds=200))
+        dist.send(torch.ones(1), 1, tag=9)
+        work.wait()
+    else:
+        if rank() == 1:
+            dist.recv(torch.zeros(1), 0, tag=9)
+        dist.all_reduce(torch.ones(3))

@@ -38,7 +38,8 @@ def get_reconfigure_handle(group: Any = None) -> str:
     Args:
         group: of this backend; the default group by default.
     """
-    return _ours(group).get_reconfigure_handle()
+    handle: str = _ours(group).get_reconfigure_handle()
+    return handle
 
 
 def reconfigure(uuid: int, handles: Iterable[str], timeout: timedelta | None = None, group: Any = None) -> None:

@@ -36,11 +36,9 @@ class GatheredRows:
 
     def place(self, shape: tuple[int, ...], dtype: Any, pool: ResultPool) -> Array:
         """Set ``array``, and return it."""
-        out = self.out
-        self.array = (
-            out.reshape(shape) if out is not None and out.size == math.prod(shape) else pool.empty(shape, dtype)
-        )
-        return self.array
+        fits = self.out is not None and self.out.size == math.prod(shape)
+        self.array = array = self.out.reshape(shape) if self.out is not None and fits else pool.empty(shape, dtype)
+        return array
 
 
 _AllWords = tuple[tuple[int, ...], ...]

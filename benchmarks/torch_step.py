@@ -9,10 +9,13 @@ same input, and take turns step by step:
     ddp                 torch's DistributedDataParallel over gloo, with its default buckets
     ddp-view            the same with gradient_as_bucket_view=True
     ddp-hook            DistributedDataParallel with our communication hook
+    ddp-ours            DistributedDataParallel over our backend of torch.distributed
+    fsdp, fsdp-ours     the model sharded by fully_shard, over gloo and over our backend
     memcpy              one copy of as many bytes as all gradients have, on every rank: no step, but the least that an
                         all-reduce moves
 
-What a contestant adds in a round is its step's time minus that of ``alone`` in the same round.
+What a contestant adds in a round is its step's time minus that of ``alone`` in the same round. It is compared with what
+``ddp`` adds, and that of ``fsdp-ours`` with ``fsdp``.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ from benchmarks.ranks import Ranks, session
 from benchmarks.torch_models import MODELS
 
 ALONE, VIEW = "alone", f"{OURS}-view"
-PEERS = ("ddp", "ddp-view", "ddp-hook", FLOOR)
+PEERS = ("ddp", "ddp-view", "ddp-hook", "ddp-ours", "fsdp", "fsdp-ours", FLOOR)
+REFERENCES = {"fsdp": "fsdp", "fsdp-ours": "fsdp"}
+"""What a contestant is compared with; the others with ``ddp``."""
 
 _TOLERANCE = 1e-5
 """Of a tensor's largest gradient: the contestants add in different orders."""
@@ -52,7 +57,8 @@ class Contestant:
     step: Step
 
     def gradients(self) -> list[Any]:
-        return [parameter.grad for parameter in self.model.parameters()]
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        return [gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient for gradient in gradients]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -84,7 +90,7 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     of_torch = [name for name in options.peers if name != FLOOR]
     with connect_all(["gloo"] if of_torch else [], ranks) as peers:
         if peers:
-            contestants += [of_ddp(name, model, inputs) for name in of_torch]
+            contestants += [of_torch_distributed(name, model, inputs) for name in of_torch]
         where = report.place_of(ranks)
         ranks.say(
             f"# {options.model}: {len(sizes)} float32 tensors, {4 * sum(sizes) / 1e6:.1f} MB; {where}; torch "
@@ -128,14 +134,24 @@ def ours(model: Any, inputs: Any, view: bool) -> Contestant:
     return Contestant(VIEW if view else OURS, model, training(model, inputs, optimizer))
 
 
-def of_ddp(name: str, model: Any, inputs: Any) -> Contestant:
-    """A user's loop with DistributedDataParallel."""
+def of_torch_distributed(name: str, model: Any, inputs: Any) -> Contestant:
+    """A user's loop with DistributedDataParallel or fully_shard."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     from collectives.torch import ddp
 
     model = copy.deepcopy(model)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=name == "ddp-view")
+    group = dist.new_group(backend="collectives") if name.endswith("-ours") else dist.group.WORLD
+    if name.startswith("fsdp"):
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for child in model.children():
+            fully_shard(child, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return Contestant(name, model, training(model, inputs, plain(model)))
+    wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=name == "ddp-view")
     if name == "ddp-hook":
         wrapped.register_comm_hook(ddp.AllreduceState(), ddp.allreduce_hook)
     return Contestant(name, model, training(wrapped, inputs, plain(model)))
@@ -192,18 +208,19 @@ def differing(results: np.ndarray, expected: np.ndarray) -> int:
 
 
 def summarize(times: dict[str, np.ndarray], wrong: dict[str, int | None]) -> list[dict[str, Any]]:
-    """From milliseconds: each contestant's step, what it adds to the one alone, and that against ``ddp``'s."""
+    """From milliseconds: each contestant's step, what it adds to the one alone, and that against its reference's."""
     records: list[dict[str, Any]] = []
-    ddp_added = float(np.median(times["ddp"] - times[ALONE])) if "ddp" in times else None
+    references = {name: float(np.median(times[name] - times[ALONE])) for name in ("ddp", "fsdp") if name in times}
     for name, row in times.items():
         added = None if name == ALONE else Summary.of(row if name == FLOOR else row - times[ALONE])
+        reference = references.get(REFERENCES.get(name, "ddp"), 0.0)
         records.append(
             {
                 "contestant": name,
                 "time": None if name == FLOOR else Summary.of(row).as_dict(),
                 "added": added and added.as_dict(),
-                # Where ddp seems to add nothing, there is nothing to compare with: too much noise, or too few rounds.
-                "of_ddp": added.median / ddp_added if added and ddp_added and ddp_added > 0 else None,
+                # A reference that seems to add nothing is none: too much noise, or too few rounds.
+                "of_reference": added.median / reference if added and reference > 0 else None,
                 "wrong": wrong.get(name),
             }
         )
@@ -211,12 +228,12 @@ def summarize(times: dict[str, np.ndarray], wrong: dict[str, int | None]) -> lis
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """A line per contestant: its step, what it adds, and the ratio to what ``ddp`` adds."""
+    """A line per contestant: its step, what it adds, and the ratio to what its reference adds."""
     width = max(len(record["contestant"]) for record in records)
     heads = "".join(f"{head:>10}" for head in ("step ms", "p25", "p75", "adds ms", "p25", "p75"))
-    lines = [f"#{'contestant':<{width}}{heads}{'of ddp':>9}{'#wrong':>8}"]
+    lines = [f"#{'contestant':<{width}}{heads}{'of ref.':>9}{'#wrong':>8}"]
     for record in records:
-        ratio = "-" if record["of_ddp"] is None else f"{record['of_ddp']:.2f}"
+        ratio = "-" if record["of_reference"] is None else f"{record['of_reference']:.2f}"
         wrong = "N/A" if record["wrong"] is None else record["wrong"]
         times = quartiles(record["time"]) + quartiles(record["added"])
         lines.append(f" {record['contestant']:<{width}}{times}{ratio:>9}{wrong:>8}")

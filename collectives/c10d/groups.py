@@ -120,7 +120,14 @@ class Group(Operations, Membership):
         self._timeout = timeout
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return False
+        return device.type == "cpu"
+
+    def allocate_tensor(self, size: int, dtype: Any = None, device: Any = None) -> Any:
+        """An uninitialised tensor in memory that the ranks of a host map; for FSDP, if the program asks for it
+        by ``model.set_allocate_memory_from_process_group_for_comm(True)``."""
+        from collectives.torch import memory  # with the adapter, which few programs over this backend need
+
+        return memory.empty(size, dtype=dtype, device=device)
 
     def get_group_store(self) -> Any:
         return self._store

@@ -11,7 +11,6 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -136,8 +135,11 @@ class Work(_Base):
     def _drive(self) -> None:
         """At the end of a backward pass, which would sleep until the future is complete: have its thread carry the
         operation out. What fails is raised by the future."""
-        with suppress(Exception):
+        try:
             self.wait()
+        except Exception as error:
+            if error is not self.exception():  # of a signal's handler
+                raise
 
     def _settle(self) -> None:
         """Complete the future, if there is one; once."""
@@ -158,8 +160,14 @@ class Several(Work):
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        errors = []
         for work in self._works:
-            work.wait(timeout)
+            try:
+                work.wait(timeout)
+            except Exception as error:  # the others use the caller's memory until they have ended
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return True
 
     def is_completed(self) -> bool:

@@ -69,7 +69,9 @@ class Membership:
 
     def errored(self) -> Exception | None:
         """Why the group can no longer be used; None while it can."""
-        return None if self.world is None else self.world.failure
+        if self.world is None:
+            return NotInitializedError("this process group is not connected: it was ended, or has no members yet")
+        return self.world.failure
 
     def get_error(self) -> Any:
         """`errored` in c10d's words: an ``ErrorType``."""

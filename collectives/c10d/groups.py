@@ -117,7 +117,7 @@ class Group(Operations, Membership):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Of operations to come: how long `Work.wait` waits."""
-        self._timeout = timeout
+        self._timeout, self._limit = timeout, timeout.total_seconds()
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "cpu"

@@ -60,6 +60,8 @@ class Operations:
 
     world: World | None = None
     _coalesced: list[Work] | None = None
+    _limit: float | None = None
+    """Seconds that a wait for an operation takes at most; None: as the ranks have been connected with."""
 
     # ---- reductions
 
@@ -72,7 +74,7 @@ class Operations:
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
         (tensor,) = tensors
-        if not options and _at_once(opts) and self._coalesced is None:
+        if not options and self._at_once(opts):
             array = _array(tensor)
             if array is not None:
                 self._connected().allreduce_(array, op=op)
@@ -107,7 +109,7 @@ class Operations:
                 op,
                 **options,
             )
-        return self._do("reduce_scatter", opts, outputs, _reduce_scatter, out, _joined(parts), op, **options)
+        return self._do("reduce_scatter", opts, outputs, _reduce_scatter_list, out, parts, op, **options)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Work:
         """``input``: the ranks' shares behind each other."""
@@ -129,7 +131,7 @@ class Operations:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         root = opts.rootRank
-        if len(tensors) == 1 and _at_once(opts) and self._coalesced is None:
+        if len(tensors) == 1 and self._at_once(opts):
             array = _array(tensors[0])
             if array is not None:
                 self._connected().broadcast_(array, root)
@@ -177,7 +179,7 @@ class Operations:
             self._each_rank(parts, "gather: gather_list")
         splits = [0] * world.size
         splits[opts.rootRank] = tensor.numel()
-        return self._do("gather", opts, list(parts), _exchange_lists, list(parts), tensor, splits)
+        return self._do("gather", opts, list(parts), _exchange_lists, list(parts), [tensor], splits)
 
     def scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any) -> Work:
         """``inputs``: on the root, a list of each rank's tensor."""
@@ -186,11 +188,7 @@ class Operations:
         if opts.rootRank == world.rank:
             parts = _one(inputs, "scatter")
             self._each_rank(parts, "scatter: scatter_list")
-        whole = _joined(parts) if parts else out.new_empty(0)
-        splits = [part.numel() for part in parts] or [0] * world.size
-        received = [out.new_empty(0)] * world.size
-        received[opts.rootRank] = out
-        return self._do("scatter", opts, outputs, _exchange_lists, received, whole, splits)
+        return self._do("scatter", opts, outputs, _scatter, out, parts, opts.rootRank, world.size)
 
     # ---- everyone to everyone
 
@@ -207,7 +205,7 @@ class Operations:
         self._each_rank(outputs, "all_to_all: output_tensor_list")
         self._each_rank(inputs, "all_to_all: input_tensor_list")
         sent = [part.numel() for part in inputs]
-        return self._do("all_to_all", opts, outputs, _exchange_lists, list(outputs), _joined(inputs), sent)
+        return self._do("all_to_all", opts, outputs, _exchange_lists, list(outputs), inputs, sent)
 
     # ---- messages
 
@@ -277,27 +275,39 @@ class Operations:
             inputs: whose shapes the profiler shows; by default those of ``tensors``.
         """
         operations = self._connected().operations
-        if self._coalesced is None and _at_once(opts):
+        if self._at_once(opts):
             operations.carry_out(make, options, *arguments)  # type: ignore[arg-type]
             return Work(tensors)
         profiled = Range(name, inputs or tensors, continuations().submit) if is_profiled() else None
         handle = operations.begin(make, options, *arguments)  # type: ignore[arg-type]
-        return self._noted(Work(tensors, handle, _seconds(opts), profiled))
+        return self._noted(Work(tensors, handle, _seconds(opts) or self._limit, profiled))
+
+    def _at_once(self, opts: Any) -> bool:
+        """Whether the caller waits for the operation in any case, and for as long as the ranks do."""
+        unbound = not getattr(opts, "asyncOp", True) and opts.timeout.days < 0 and self._limit is None
+        return unbound and self._coalesced is None and not is_profiled()
 
     def _noted(self, work: Work) -> Work:
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        """What the caller gets. In a block it waits for the end of that: an error in the block's middle would leave
+        torch's own list of the block behind, into which all later calls would go, and be done by nobody."""
+        if self._coalesced is None:
+            return work
+        self._coalesced.append(work)
+        return Work(work.tensors)
+
+    def _refused(self, text: str) -> Exception:
+        """The error to raise for arguments that do not fit; the other ranks are told."""
+        return self._connected().operations.refused(InvalidArgumentError(text), None)
 
     def _each_rank(self, parts: Sequence[Any], argument: str) -> None:
         size = self._connected().size
         if len(parts) != size:
-            raise InvalidArgumentError(f"{argument}: expected {size} tensors, one for each rank; got {len(parts)}")
+            raise self._refused(f"{argument}: expected {size} tensors, one for each rank; got {len(parts)}")
 
     def _all_in(self, whole: Any, part: Any, operation: str, name: str, name_of_part: str) -> None:
         size = self._connected().size
         if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
-            raise InvalidArgumentError(
+            raise self._refused(
                 f"{operation}: {name}: expected {size} times the {part.numel()} elements of {name_of_part}, of dtype "
                 f"{part.dtype}; got {whole.numel()} of {whole.dtype}"
             )
@@ -307,12 +317,12 @@ class Operations:
         size, rows = self._connected().size, tensor.shape[0] if tensor.dim() else 1
         if not splits:
             if rows % size:
-                raise InvalidArgumentError(
+                raise self._refused(
                     f"all_to_all_single: expected rows that {size} ranks can share evenly, or {argument}; got {rows}"
                 )
             splits = [rows // size] * size
         elif len(splits) != size or sum(splits) != rows:
-            raise InvalidArgumentError(
+            raise self._refused(
                 f"all_to_all_single: {argument}: expected {size} numbers with a sum of {rows}, got {list(splits)}"
             )
         row = tensor.numel() // rows if rows else 0
@@ -339,11 +349,6 @@ def _reduction(opts: Any) -> tuple[Op, dict[str, Any]]:
     if factor is None:
         return _OPS[kind], {}
     return Op.SUM, {"prescale_factor": float(factor)}
-
-
-def _at_once(opts: Any) -> bool:
-    """Whether the caller waits for the operation in any case, and for as long as the group does."""
-    return not getattr(opts, "asyncOp", True) and opts.timeout.days < 0 and not is_profiled()
 
 
 def _seconds(opts: Any) -> float | None:
@@ -449,6 +454,10 @@ def _reduce_scatter_pair(handles: HandleFactory, pair: tuple[Any, Any], op: Op, 
     return _into(handles.reducescatter(options, flat, op, memory), out, memory)
 
 
+def _reduce_scatter_list(handles: HandleFactory, out: Any, parts: Sequence[Any], op: Op, **options: Any) -> Handle:
+    return _reduce_scatter_pair(handles, (out, _joined(parts)), op, **options)
+
+
 def _reduce_scatter_unevenly(
     handles: HandleFactory, out: Any, parts: Sequence[Any], rank: int, op: Op, **options: Any
 ) -> Handle:
@@ -482,13 +491,22 @@ def _exchange(
     handles: HandleFactory, out: Any, whole: Any, sent: list[int], received: list[int], **options: Any
 ) -> Handle:
     memory = None if _share_memory(out, whole) else _memory(out)
-    return _into(handles.alltoall(options, _flat(_dense(whole, "all_to_all")), sent, memory), out, memory)
+    handle = handles.alltoall(options, _flat(_dense(whole, "all_to_all")), sent, memory)
+    return after(_into(handle, out, memory), lambda _: _check_received(handle, received))
 
 
 def _exchange_lists(
-    handles: HandleFactory, parts: Sequence[Any], whole: Any, sent: list[int], **options: Any
+    handles: HandleFactory, parts: Sequence[Any], whole: Sequence[Any], sent: list[int], **options: Any
 ) -> Handle:
-    return _to_list(handles.alltoall(options, _flat(_dense(whole, "all_to_all")), sent), parts)
+    flat = _flat(_dense(whole[0], "all_to_all")) if len(whole) == 1 else _joined(whole)
+    return _to_list(handles.alltoall(options, flat, sent), parts)
+
+
+def _scatter(handles: HandleFactory, out: Any, parts: Sequence[Any], root: int, size: int) -> Handle:
+    nothing = _dense(out, "scatter").new_empty(0)
+    received = [nothing] * size
+    received[root] = out
+    return _exchange_lists(handles, received, parts or [nothing], [part.numel() for part in parts] or [0] * size)
 
 
 def _into(handle: Handle, out: Any, memory: Any) -> Handle:
@@ -502,18 +520,21 @@ def _to_list(handle: Handle, parts: Sequence[Any]) -> Handle:
         return handle
 
     def divide(result: Any) -> None:
-        flat = _elements(result)
-        received = handle.gathered if isinstance(handle.gathered, list) else handle.gathered[1]
-        expected = [part.numel() for part in parts]
-        if list(received) != expected:
-            raise MismatchError(
-                f"{handle.title}: expected {expected} elements from the ranks, as the tensors for the result have; "
-                f"they have sent {list(received)}"
-            )
+        flat, expected = _elements(result), [part.numel() for part in parts]
+        _check_received(handle, expected)
         for part, elements in zip(parts, flat.split(expected), strict=True):
             _store(elements, part)
 
     return after(handle, divide)
+
+
+def _check_received(handle: Handle, expected: list[int]) -> None:
+    received = handle.gathered if isinstance(handle.gathered, list) else handle.gathered[1]
+    if list(received) != expected:
+        raise MismatchError(
+            f"{handle.title}: expected {expected} elements from the ranks, as the tensors for the result have; "
+            f"they have sent {list(received)}"
+        )
 
 
 def _elements(result: Any) -> Any:

@@ -475,7 +475,8 @@ def _gather_pair(handles: HandleFactory, pair: tuple[Any, Any], **options: Any) 
     out, part = pair
     flat = _flat(_dense(part, "all_gather_into_tensor"))
     memory = _memory(out)
-    return _into(handles.allgather(options, flat, memory), out, memory)
+    handle, count = _into(handles.allgather(options, flat, memory), out, memory), len(flat)
+    return after(handle, lambda _: _check_received(handle, [count] * (out.numel() // count))) if count else handle
 
 
 def _gather_to_list(handles: HandleFactory, tensor: Any, parts: Sequence[Any], **options: Any) -> Handle:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch.distributed.fsdp")
 
-from tests.trials.c10d_deaths import Death, inject  # noqa: E402
+from tests.trials.c10d_deaths import Death, inject
 
 
 @pytest.mark.parametrize(

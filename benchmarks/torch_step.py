@@ -144,7 +144,7 @@ def of_torch_distributed(name: str, model: Any, inputs: Any) -> Contestant:
     from collectives.torch import ddp
 
     model = copy.deepcopy(model)
-    group = dist.new_group(backend="collectives") if name.endswith("-ours") else dist.group.WORLD
+    group: Any = dist.new_group(backend="collectives") if name.endswith("-ours") else dist.group.WORLD
     if name.startswith("fsdp"):
         mesh = DeviceMesh.from_group(group, "cpu")
         for child in model.children():
@@ -210,7 +210,9 @@ def differing(results: np.ndarray, expected: np.ndarray) -> int:
 def summarize(times: dict[str, np.ndarray], wrong: dict[str, int | None]) -> list[dict[str, Any]]:
     """From milliseconds: each contestant's step, what it adds to the one alone, and that against its reference's."""
     records: list[dict[str, Any]] = []
-    references = {name: float(np.median(times[name] - times[ALONE])) for name in ("ddp", "fsdp") if name in times}
+    references: dict[str, float] = {
+        name: float(np.median(times[name] - times[ALONE])) for name in ("ddp", "fsdp") if name in times
+    }
     for name, row in times.items():
         added = None if name == ALONE else Summary.of(row if name == FLOOR else row - times[ALONE])
         reference = references.get(REFERENCES.get(name, "ddp"), 0.0)

@@ -117,8 +117,8 @@ class Work(_Base):
             devices = sorted({tensor.device for tensor in self.tensors if tensor.is_cuda}, key=str)
             self._trigger = torch.futures.Future(devices=devices or None)
             self._future = self._trigger.then(lambda _: self.result())
-            if self._handle is None:
-                self._settle()
+            if self._handle is None or self._handle.done:
+                self._settle()  # here: torchft takes it that the future of a work that was waited for is complete
             else:
                 # The engine completes a handle within its own call, where continuations could call no collective.
                 self._handle.add_done_callback(lambda _: continuations().submit(self._settle))

@@ -276,6 +276,12 @@ def test_functional_collectives_and_compiled_ones(world: Any) -> None:
     assert torch.equal(step(of(rank())), 2 * total + 1)
 
 
+def test_the_future_of_a_work_that_was_waited_for_is_complete() -> None:
+    """torchft attaches its continuations then, and expects them to run at once."""
+    work = dist.all_reduce(of(rank()), async_op=True)
+    assert work.wait() and work.get_future().done()
+
+
 def test_futures_complete_by_themselves_and_continue() -> None:
     tensors = [of(rank(), count) for count in (3, 1000, 50_000)]
     futures = [dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors]

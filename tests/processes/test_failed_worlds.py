@@ -40,6 +40,7 @@ def test_an_init_that_fails_under_mpi_leaves_nothing_behind(env: dict[str, str])
 import contextlib
 import os
 import collectives as hvd
+from collectives.transport import assembly
 from collectives.transport.mpi import mpi_groups
 from collectives.transport.host import shared_memory
 from mpi4py import MPI
@@ -54,7 +55,7 @@ def interrupted(place, function):
         return function(*arguments)
     return instead
 
-wiring.hosts = interrupted("hosts", wiring.hosts)
+assembly._hosts_of = interrupted("hosts", assembly._hosts_of)
 wiring.settled = interrupted("settled", wiring.settled)
 shared_memory._map_peer = interrupted("memory", shared_memory._map_peer)
 shared_memory._probe_direct_reads = interrupted("reads", shared_memory._probe_direct_reads)

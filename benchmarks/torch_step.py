@@ -148,7 +148,8 @@ def of_torch_distributed(name: str, model: Any, inputs: Any) -> Contestant:
     if name.startswith("fsdp"):
         mesh = DeviceMesh.from_group(group, "cpu")
         for child in model.children():
-            fully_shard(child, mesh=mesh)
+            if not isinstance(child, torch.nn.ModuleList):  # a container has no forward pass
+                fully_shard(child, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return Contestant(name, model, training(model, inputs, plain(model)))
     wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=name == "ddp-view")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -54,16 +55,22 @@ def test_an_unknown_keyword_is_refused(keyword: str) -> None:
         gather(1, **{keyword: None})
 
 
+@pytest.fixture
+def default_world() -> Iterator[None]:
+    collectives.init()
+    yield
+    collectives.shutdown()
+
+
+@pytest.mark.usefixtures("default_world")
 @pytest.mark.parametrize(("keyword", "meant"), [("avrage", "average"), ("postscal_factor", "postscale_factor")])
 def test_a_misspelt_keyword_is_told_what_was_meant(keyword: str, meant: str) -> None:
-    collectives.init()
     with pytest.raises(TypeError, match=rf"^allreduce\(\) got an unexpected .* '{keyword}'; did you mean '{meant}'\?$"):
         collectives.allreduce(1.0, **{keyword: 1})
     with pytest.raises(TypeError, match=rf"^allreduce_async\(\) .* '{keyword}'; did you mean '{meant}'\?$"):
         collectives.allreduce_async(1.0, **{keyword: 1})
     with pytest.raises(TypeError, match=r"^allreduce\(\) got an unexpected keyword argument 'colour'$"):
         collectives.allreduce(1.0, **{"colour": 1})
-    collectives.shutdown()
 
 
 @pytest.mark.parametrize("before", ["", "hvd.init(); "])
@@ -74,6 +81,7 @@ def test_a_misspelt_function_is_told_what_was_meant(before: str) -> None:
     assert "no attribute 'alreduce'. Did you mean: 'allreduce'?" in shown.stderr
 
 
+@pytest.mark.usefixtures("default_world")
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
@@ -87,7 +95,6 @@ def test_a_misspelt_function_is_told_what_was_meant(before: str) -> None:
 def test_a_call_that_does_not_fit_is_refused_under_the_name_that_was_called(
     name: str, arguments: tuple[Any, ...], said: str
 ) -> None:
-    collectives.init()
     with pytest.raises(TypeError, match=rf"^{name}\(\) {said}"):
         getattr(collectives, name)(*arguments)
 

@@ -412,7 +412,7 @@ def _carry_out(calls: list[Operation]) -> None:
 def _combine(op: Op, a: Array, b: Array) -> Array:
     """Combine two blocks as NCCL does: halves are rounded after every step, bools are bytes."""
     if dtypes.is_bool(a.dtype):
-        return a | b if op in (Op.SUM, Op.MAX) else a & b
+        return a | b if op in (Op.SUM, Op.MAX, Op.BOR) else a & b
     wide = dtypes.accumulator(a.dtype)
     function = {Op.SUM: np.add, Op.AVERAGE: np.add, Op.PRODUCT: np.multiply, Op.MIN: np.minimum, Op.MAX: np.maximum}[op]
     return np.asarray(function(a.astype(wide), b.astype(wide)).astype(a.dtype))

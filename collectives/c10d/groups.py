@@ -8,6 +8,7 @@ because the default group is another backend's, makes a connection of its own.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import itertools
 from collections import defaultdict
@@ -55,7 +56,7 @@ class Group(Operations, Membership):
             return
         if ranks and _Connected.all_ranks is not None:
             config = self._config()
-            self.world = _Connected.all_ranks.part(_Connected.unique(name), ranks, config)
+            self.world = _Connected.all_ranks.part(_Connected.unique(name, ranks), ranks, config)
             return
         self._connect(store, rank, size, f"the store of process group {name}", ranks or None)
         if not ranks:
@@ -184,11 +185,14 @@ class _Connected:
 
     all_ranks: Connection | None = None
     _made: ClassVar[defaultdict[str, Iterator[int]]] = defaultdict(itertools.count)
+    """How often the same members have made a group of the same name: equal on them, whatever other ranks have made."""
 
     @classmethod
-    def unique(cls, name: str) -> str:
-        """A name for the network, the same on all members, that was not used before: torch uses its names again."""
-        return f"c10d/{name}/{next(cls._made[name])}"
+    def unique(cls, name: str, ranks: Sequence[int]) -> str:
+        """A name for the network, the same on all members, that was not used before: torch uses its names again, also
+        for other members."""
+        key = f"c10d/{name}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
+        return f"{key}/{next(cls._made[key])}"
 
 
 class Backend(Group, _Backend):  # type: ignore[misc]  # torch's class

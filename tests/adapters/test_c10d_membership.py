@@ -128,3 +128,12 @@ def test_nothing_grows_with_the_number_of_changes(group: Any, handles: list[str]
         before = before or (counts() if number == 103 else None)
     after = counts()
     assert before is not None and after[0] <= before[0] + 1 and after[1] <= before[1] + 4
+
+
+def test_a_name_that_only_some_ranks_have_used_before_makes_a_group_of_all() -> None:
+    """torch counts its groups anew with each default group."""
+    for members in ([0, size() - 1], list(range(size()))):
+        with default_group():
+            part = dist.new_group(members)
+            if rank() in members:
+                assert total(part) == sum(1 << member for member in members)

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError, NotInitializedError
+from collectives.base.errors import InvalidArgumentError, NotInitializedError
 from collectives.base.reduce_op import Op
+from collectives.c10d import handle_makers as makers
 from collectives.c10d.profiling import Range, is_profiled
-from collectives.c10d.work import Several, Work, after, continuations
+from collectives.c10d.work import Several, Work, continuations
 from collectives.engine.handles import Handle
 from collectives.engine.messages.matching import ANY_SOURCE
-from collectives.engine.requests import HandleFactory
-from collectives.tensors import arrays
 from collectives.worlds.world import World
 
 _Kind: Any = ReduceOp.RedOpType
@@ -35,20 +34,6 @@ _OPS = {
     _Kind.BXOR: Op.BXOR,
     _Kind.PREMUL_SUM: Op.SUM,
 }
-_PLAIN = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    }
-)
-"""The dtypes that NumPy has too."""
 
 
 class Operations:
@@ -75,22 +60,22 @@ class Operations:
             return self.allreduce_coalesced(tensors, opts)
         (tensor,) = tensors
         if not options and self._at_once(opts):
-            array = _array(tensor)
+            array = makers.array(tensor)
             if array is not None:
                 self._connected().allreduce_(array, op=op)
                 return Work(tensors)
-        return self._do("all_reduce", opts, tensors, _allreduce, tensor, op, **options)
+        return self._do("all_reduce", opts, tensors, makers.allreduce, tensor, op, **options)
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Work:
         """In place, several tensors together."""
         op, options = _reduction(opts)
-        return self._do("all_reduce", opts, tensors, _grouped, list(tensors), _allreduce, op, **options)
+        return self._do("all_reduce", opts, tensors, makers.grouped, list(tensors), makers.allreduce, op, **options)
 
     def reduce(self, tensors: Sequence[Any], opts: Any) -> Work:
         """On the root in place; the other ranks' tensors are left as they are."""
         op, options = _reduction(opts)
         tensor, root = _one(tensors, "reduce"), opts.rootRank == self._connected().rank
-        return self._do("reduce", opts, tensors, _allreduce, tensor, op, root, **options)
+        return self._do("reduce", opts, tensors, makers.allreduce, tensor, op, root, **options)
 
     def reduce_scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any = None) -> Work:
         """``outputs``: this rank's share; ``inputs``: a list of each rank's."""
@@ -102,27 +87,29 @@ class Operations:
                 "reduce_scatter",
                 opts,
                 outputs,
-                _reduce_scatter_unevenly,
+                makers.reduce_scatter_unevenly,
                 out,
                 parts,
                 self._connected().rank,
                 op,
                 **options,
             )
-        return self._do("reduce_scatter", opts, outputs, _reduce_scatter_list, out, parts, op, **options)
+        return self._do("reduce_scatter", opts, outputs, makers.reduce_scatter_list, out, parts, op, **options)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Work:
         """``input``: the ranks' shares behind each other."""
         op, options = _reduction(opts)
         self._all_in(input, output, "reduce_scatter_tensor", "input", "output")
-        return self._do("reduce_scatter", opts, [output], _reduce_scatter, output, input, op, **options)
+        return self._do("reduce_scatter", opts, [output], makers.reduce_scatter, output, input, op, **options)
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
         op, options = _reduction(opts)
         for output, whole in zip(outputs, inputs, strict=True):
             self._all_in(whole, output, "reduce_scatter_tensor", "input", "output")
         pairs = list(zip(outputs, inputs, strict=True))
-        return self._do("reduce_scatter", opts, outputs, _grouped, pairs, _reduce_scatter_pair, op, **options)
+        return self._do(
+            "reduce_scatter", opts, outputs, makers.grouped, pairs, makers.reduce_scatter_pair, op, **options
+        )
 
     # ---- everything from everyone
 
@@ -132,13 +119,13 @@ class Operations:
             tensors = [tensors]
         root = opts.rootRank
         if len(tensors) == 1 and self._at_once(opts):
-            array = _array(tensors[0])
+            array = makers.array(tensors[0])
             if array is not None:
                 self._connected().broadcast_(array, root)
                 return Work(tensors)
         if len(tensors) == 1:
-            return self._do("broadcast", opts, tensors, _broadcast, tensors[0], root)
-        return self._do("broadcast", opts, tensors, _grouped, list(tensors), _broadcast, root)
+            return self._do("broadcast", opts, tensors, makers.broadcast, tensors[0], root)
+        return self._do("broadcast", opts, tensors, makers.grouped, list(tensors), makers.broadcast, root)
 
     def broadcast_one(self, tensor: Any, root: int) -> Work:
         """`broadcast` of one tensor, as torchft spells it."""
@@ -152,9 +139,9 @@ class Operations:
         for parts in outputs:
             self._each_rank(parts, "all_gather: tensor_list")
         if len(inputs) == 1:
-            return self._do("all_gather", opts, gathered, _gather_to_list, inputs[0], outputs[0], inputs=inputs)
+            return self._do("all_gather", opts, gathered, makers.gather_to_list, inputs[0], outputs[0], inputs=inputs)
         pairs = list(zip(inputs, outputs, strict=True))
-        return self._do("all_gather", opts, gathered, _grouped, pairs, _gather_pair_to_list, inputs=inputs)
+        return self._do("all_gather", opts, gathered, makers.grouped, pairs, makers.gather_pair_to_list, inputs=inputs)
 
     def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None) -> Work:
         """``outputs``: of each rank, a list of its tensors."""
@@ -163,13 +150,13 @@ class Operations:
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Work:
         """``output``: the ranks' inputs behind each other; ``input`` may be this rank's part of it."""
         self._all_in(output, input, "all_gather_into_tensor", "output", "input")
-        return self._do("all_gather", opts, [output], _gather, output, input)
+        return self._do("all_gather", opts, [output], makers.gather, output, input)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
         for output, part in zip(outputs, inputs, strict=True):
             self._all_in(output, part, "all_gather_into_tensor", "output", "input")
         pairs = list(zip(outputs, inputs, strict=True))
-        return self._do("all_gather", opts, outputs, _grouped, pairs, _gather_pair)
+        return self._do("all_gather", opts, outputs, makers.grouped, pairs, makers.gather_pair)
 
     def gather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Work:
         """``outputs``: on the root, a list of each rank's tensor."""
@@ -179,7 +166,7 @@ class Operations:
             self._each_rank(parts, "gather: gather_list")
         splits = [0] * world.size
         splits[opts.rootRank] = tensor.numel()
-        return self._do("gather", opts, list(parts), _exchange_lists, list(parts), [tensor], splits)
+        return self._do("gather", opts, list(parts), makers.exchange_lists, list(parts), [tensor], splits)
 
     def scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any) -> Work:
         """``inputs``: on the root, a list of each rank's tensor."""
@@ -188,7 +175,7 @@ class Operations:
         if opts.rootRank == world.rank:
             parts = _one(inputs, "scatter")
             self._each_rank(parts, "scatter: scatter_list")
-        return self._do("scatter", opts, outputs, _scatter, out, parts, opts.rootRank, world.size)
+        return self._do("scatter", opts, outputs, makers.scatter, out, parts, opts.rootRank, world.size)
 
     # ---- everyone to everyone
 
@@ -198,25 +185,25 @@ class Operations:
         """``output_splits``, ``input_splits``: rows from and to each rank; empty: equally many."""
         received = self._elements(output, output_splits, "output_split_sizes")
         sent = self._elements(input, input_splits, "input_split_sizes")
-        return self._do("all_to_all", opts, [output], _exchange, output, input, sent, received)
+        return self._do("all_to_all", opts, [output], makers.exchange, output, input, sent, received)
 
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
         """A list of each rank's tensor, received and sent."""
         self._each_rank(outputs, "all_to_all: output_tensor_list")
         self._each_rank(inputs, "all_to_all: input_tensor_list")
         sent = [part.numel() for part in inputs]
-        return self._do("all_to_all", opts, outputs, _exchange_lists, list(outputs), inputs, sent)
+        return self._do("all_to_all", opts, outputs, makers.exchange_lists, list(outputs), inputs, sent)
 
     # ---- messages
 
     def send(self, tensors: Sequence[Any], dst: int, tag: int = 0) -> Work:
         """Never blocks."""
-        tensor = _dense(_one(tensors, "send"), "send")
+        tensor = makers.dense(_one(tensors, "send"), "send")
         profiled = Range("send", tensors, continuations().submit) if is_profiled() else None
-        return self._noted(Work(tensors, self._connected().isend(_flat(tensor), dst, tag), None, profiled))
+        return self._noted(Work(tensors, self._connected().isend(makers.elements_of(tensor), dst, tag), None, profiled))
 
     def recv(self, tensors: Sequence[Any], src: int, tag: int = 0) -> Work:
-        tensor = _dense(_one(tensors, "recv"), "recv")
+        tensor = makers.dense(_one(tensors, "recv"), "recv")
         into = tensor.detach()
         flat = into.view(-1) if into.is_contiguous() else into
         name = "recvAnySource" if src == ANY_SOURCE else "recv"
@@ -229,7 +216,7 @@ class Operations:
     # ---- without tensors
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._do("barrier", opts, [], _barrier)
+        return self._do("barrier", opts, [], makers.barrier)
 
     def _start_coalescing(self, device: Any = None) -> None:
         self._coalesced = []
@@ -354,198 +341,3 @@ def _reduction(opts: Any) -> tuple[Op, dict[str, Any]]:
 def _seconds(opts: Any) -> float | None:
     timeout = getattr(opts, "timeout", None)
     return None if timeout is None or timeout.days < 0 else timeout.total_seconds()
-
-
-def _dense(tensor: Any, operation: str) -> Any:
-    if tensor.layout is not torch.strided:
-        raise InvalidTypeError(
-            f"{operation}: expected a dense tensor, got layout {tensor.layout}; a sum of sparse COO tensors on the "
-            "CPU is what all_reduce takes besides"
-        )
-    return tensor
-
-
-def _array(tensor: Any) -> Any:
-    """The memory of a tensor as a 1-D array, of which the engine makes no view; None if it needs one."""
-    if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous():
-        array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
-        return array if array.ndim == 1 else array.reshape(-1)
-    return None
-
-
-def _flat(tensor: Any) -> Any:
-    """The elements of a tensor that is read, in order, and copied only where its strides require that."""
-    return tensor.detach().reshape(-1)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    return torch.cat([_flat(_dense(part, "a list of tensors")) for part in parts])
-
-
-def _memory(tensor: Any) -> Any:
-    """The memory of a tensor as an array for a result; None where the result has to be copied."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
-        return None
-    view: Any = arrays.view(tensor.detach().view(-1), writable=True)
-    return None if view.copied else view.array
-
-
-def _store(flat: Any, tensor: Any) -> None:
-    with torch.no_grad():
-        tensor.copy_(flat.view(tensor.shape))
-
-
-# ---- handles
-
-
-def _allreduce(handles: HandleFactory, tensor: Any, op: Op, in_place: bool = True, **options: Any) -> Handle:
-    if tensor.layout is torch.sparse_coo and tensor.is_cpu and op is Op.SUM and in_place:
-        return _sparse_allreduce(handles, tensor)
-    options["op"] = op
-    if not in_place:
-        return handles.allreduce(options, _flat(_dense(tensor, "all_reduce")), None, False)
-    target = _dense(tensor, "all_reduce").detach()
-    if target.is_contiguous():
-        return handles.allreduce(options, target.view(-1), None, True)
-    flat = target.reshape(-1)
-    return after(handles.allreduce(options, flat, None, True), lambda _: _store(flat, target))
-
-
-def _sparse_allreduce(handles: HandleFactory, tensor: Any) -> Handle:
-    """The ranks' nonzeros are gathered, and those of equal indices added."""
-    coalesced = tensor.detach().coalesce()
-    rows = [coalesced.indices().t().contiguous(), coalesced.values()]
-
-    def store(gathered: list[Any]) -> None:
-        with torch.no_grad():
-            tensor.copy_(torch.sparse_coo_tensor(gathered[0].t(), gathered[1], tensor.shape).coalesce())
-
-    return after(handles.grouped({}, handles.allgather, rows), store)
-
-
-def _broadcast(handles: HandleFactory, tensor: Any, root: int, **options: Any) -> Handle:
-    target = _dense(tensor, "broadcast").detach()
-    if target.is_contiguous():
-        return handles.broadcast(options, target.view(-1), root, True)
-    flat = target.reshape(-1)
-    return after(handles.broadcast(options, flat, root, True), lambda _: _store(flat, target))
-
-
-def _grouped(
-    handles: HandleFactory, items: list[Any], make: Callable[..., Handle], *further: Any, **options: Any
-) -> Handle:
-    """What ``make`` makes of each item, as one operation."""
-
-    def member(shared: Any, item: Any, *rest: Any) -> Handle:
-        return make(handles, item, *rest, **shared)
-
-    member.__name__ = make.__name__.removeprefix("_")
-    return handles.grouped(options, member, items, *further)
-
-
-def _reduce_scatter(handles: HandleFactory, out: Any, whole: Any, op: Op, **options: Any) -> Handle:
-    return _reduce_scatter_pair(handles, (out, whole), op, **options)
-
-
-def _reduce_scatter_pair(handles: HandleFactory, pair: tuple[Any, Any], op: Op, **options: Any) -> Handle:
-    out, whole = pair
-    flat = _flat(_dense(whole, "reduce_scatter"))
-    memory = None if _share_memory(out, whole) else _memory(out)
-    return _into(handles.reducescatter(options, flat, op, memory), out, memory)
-
-
-def _reduce_scatter_list(handles: HandleFactory, out: Any, parts: Sequence[Any], op: Op, **options: Any) -> Handle:
-    return _reduce_scatter_pair(handles, (out, _joined(parts)), op, **options)
-
-
-def _reduce_scatter_unevenly(
-    handles: HandleFactory, out: Any, parts: Sequence[Any], rank: int, op: Op, **options: Any
-) -> Handle:
-    """By an all-reduce: shares of different sizes are rare."""
-    whole, at = _joined(parts), sum(part.numel() for part in parts[:rank])
-    handle = _allreduce(handles, whole, op, **options)
-    return after(handle, lambda _: _store(whole[at : at + out.numel()], out))
-
-
-def _gather(handles: HandleFactory, out: Any, part: Any, **options: Any) -> Handle:
-    return _gather_pair(handles, (out, part), **options)
-
-
-def _gather_pair(handles: HandleFactory, pair: tuple[Any, Any], **options: Any) -> Handle:
-    out, part = pair
-    flat = _flat(_dense(part, "all_gather_into_tensor"))
-    memory = _memory(out)
-    handle, count = _into(handles.allgather(options, flat, memory), out, memory), len(flat)
-    return after(handle, lambda _: _check_received(handle, [count] * (out.numel() // count))) if count else handle
-
-
-def _gather_to_list(handles: HandleFactory, tensor: Any, parts: Sequence[Any], **options: Any) -> Handle:
-    return _gather_pair_to_list(handles, (tensor, parts), **options)
-
-
-def _gather_pair_to_list(handles: HandleFactory, pair: tuple[Any, Sequence[Any]], **options: Any) -> Handle:
-    tensor, parts = pair
-    return _to_list(handles.allgather(options, _flat(_dense(tensor, "all_gather"))), parts)
-
-
-def _exchange(
-    handles: HandleFactory, out: Any, whole: Any, sent: list[int], received: list[int], **options: Any
-) -> Handle:
-    memory = None if _share_memory(out, whole) else _memory(out)
-    handle = handles.alltoall(options, _flat(_dense(whole, "all_to_all")), sent, memory)
-    return after(_into(handle, out, memory), lambda _: _check_received(handle, received))
-
-
-def _exchange_lists(
-    handles: HandleFactory, parts: Sequence[Any], whole: Sequence[Any], sent: list[int], **options: Any
-) -> Handle:
-    flat = _flat(_dense(whole[0], "all_to_all")) if len(whole) == 1 else _joined(whole)
-    return _to_list(handles.alltoall(options, flat, sent), parts)
-
-
-def _scatter(handles: HandleFactory, out: Any, parts: Sequence[Any], root: int, size: int) -> Handle:
-    nothing = _dense(out, "scatter").new_empty(0)
-    received = [nothing] * size
-    received[root] = out
-    return _exchange_lists(handles, received, parts or [nothing], [part.numel() for part in parts] or [0] * size)
-
-
-def _into(handle: Handle, out: Any, memory: Any) -> Handle:
-    """Have the result stored in ``out``, unless it is made there."""
-    return handle if memory is not None else after(handle, lambda result: _store(_elements(result), out))
-
-
-def _to_list(handle: Handle, parts: Sequence[Any]) -> Handle:
-    """Have the ranks' elements stored in one tensor each."""
-    if not parts:
-        return handle
-
-    def divide(result: Any) -> None:
-        flat, expected = _elements(result), [part.numel() for part in parts]
-        _check_received(handle, expected)
-        for part, elements in zip(parts, flat.split(expected), strict=True):
-            _store(elements, part)
-
-    return after(handle, divide)
-
-
-def _check_received(handle: Handle, expected: list[int]) -> None:
-    received = handle.gathered if isinstance(handle.gathered, list) else handle.gathered[1]
-    if list(received) != expected:
-        raise MismatchError(
-            f"{handle.title}: expected {expected} elements from the ranks, as the tensors for the result have; "
-            f"they have sent {list(received)}"
-        )
-
-
-def _elements(result: Any) -> Any:
-    """The tensor of a result; that of an all-to-all comes with the numbers of elements received."""
-    return result[0] if isinstance(result, tuple) else result
-
-
-def _barrier(handles: HandleFactory, **options: Any) -> Handle:
-    return handles.barrier()
-
-
-def _share_memory(first: Any, second: Any) -> bool:
-    return bool(first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr())

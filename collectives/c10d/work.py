@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -190,25 +190,3 @@ class Several(Work):
 def continuations() -> ThreadPoolExecutor:
     """Threads outside of the engine's calls."""
     return ThreadPoolExecutor(_MOST_CONTINUATIONS, "collectives-futures")
-
-
-def after(handle: Handle, finish: Callable[[Any], object]) -> Handle:
-    """Have ``finish(result)`` called when the operation's result is there: as a part of the operation on the host,
-    before the caller's next work on a GPU."""
-    if handle.fence is not None:
-
-        def pass_on(result: Any) -> Any:
-            finish(result)
-            return result
-
-        handle.fence.then(pass_on)
-        return handle
-    deliver = handle.deliver
-
-    def finished(completed: Handle) -> Any:
-        result = deliver(completed)
-        finish(result)
-        return result
-
-    handle.deliver = finished
-    return handle

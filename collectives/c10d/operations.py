@@ -82,6 +82,12 @@ class Operations:
         op, options = _reduction(opts)
         out, parts = _one(outputs, "reduce_scatter"), _one(inputs, "reduce_scatter")
         self._each_rank(parts, "reduce_scatter: input_list")
+        share = parts[self._connected().rank]
+        if share.numel() != out.numel():
+            raise self._refused(
+                f"reduce_scatter: output: expected the {share.numel()} elements of this rank's tensor in input_list; "
+                f"got {out.numel()}"
+            )
         if any(part.numel() != out.numel() for part in parts):
             return self._do(
                 "reduce_scatter",

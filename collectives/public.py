@@ -42,6 +42,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "RankFailedError",
+    "RecoverableError",
     "Status",
     "Sum",
     "TransportError",

@@ -51,7 +51,7 @@ class NotInitializedError(CollectivesError, ValueError, RuntimeError):
 
 
 class OperationError(CollectivesError, RuntimeError):
-    """An operation failed on all ranks; the counterpart of Horovod's ``HorovodInternalError``."""
+    """An operation failed on all ranks."""
 
 
 class InvalidSplitsError(InvalidTypeError, InvalidArgumentError):
@@ -66,15 +66,20 @@ class MismatchError(OperationError):
     """The ranks passed different arguments to the same call. No tensor was changed; the next call works."""
 
 
-class RankFailedError(OperationError):
+class RecoverableError(OperationError):
+    """What a new start of the ranks can cure; in an elastic job, `collectives.elastic.run` does. Horovod calls this
+    ``HorovodInternalError``."""
+
+
+class RankFailedError(RecoverableError):
     """Another rank failed, left or died while this rank needed it. The world cannot be used any more."""
 
 
-class CollectiveTimeoutError(OperationError, TimeoutError):
+class CollectiveTimeoutError(RecoverableError, TimeoutError):
     """A peer did not arrive within the configured time. The world cannot be used any more."""
 
 
-class TransportError(OperationError):
+class TransportError(RecoverableError):
     """Bytes could not be moved, or an explicitly selected transport is unavailable."""
 
 
@@ -102,6 +107,7 @@ for _public in (
     OperationError,
     OutOfMemoryError,
     RankFailedError,
+    RecoverableError,
     TransportError,
 ):
     _public.__module__ = "collectives"  # tracebacks name what users import

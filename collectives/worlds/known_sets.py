@@ -119,6 +119,29 @@ class KnownSets:
         members.detach()
         return True
 
+    def by_members(self, members: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """The sets but the one of all ranks: their numbers, and what stands in ``members`` for each of their ranks."""
+        return [(number, [members[rank] for rank in known.ranks or ()]) for number, known in self if number]
+
+    def remake(self, sets: Sequence[tuple[int, Sequence[int]]], root: World) -> None:
+        """Make the sets of an earlier world again in ``root``, by these numbers, of these ranks; every rank calls it.
+        Sets that are not among them become unusable. After an error it may be called again, with another world."""
+        remade = {0: self._everyone}
+        for number, ranks in sets:
+            remade[number] = self._sets.get(number) or ProcessSet(ranks)
+            remade[number].attach(number, root, root.add_process_set(ranks), ranks)
+        for number, known in self._sets.items():
+            if number not in remade:
+                known.detach()
+        self._sets, also, self._also = remade, self._also, []
+        for known in also:
+            like = remade.get(known.process_set_id or 0)
+            known.detach()
+            if like is not None:
+                known.attach_like(like)
+                self._also.append(known)
+        self._free_numbers = deque(number for number in range(1, max(remade)) if number not in remade)
+
     def forget(self) -> None:
         """Detach all sets from their world, which has ended."""
         for registered in (*self._sets.values(), *self._also):

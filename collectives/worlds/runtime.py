@@ -25,7 +25,8 @@ from collectives.base.options import ProcessSetLike
 from collectives.engine.messages.matching import ANY_SOURCE
 from collectives.transport.stores.rendezvous import Asked
 from collectives.transport.stores.rendezvous import asked as check_asked
-from collectives.worlds import connect, summary
+from collectives.transport.threads import thread_groups
+from collectives.worlds import connect, elastic_jobs, summary
 from collectives.worlds.exit_hooks import RECORDS, Hooks
 from collectives.worlds.known_sets import KnownSets
 from collectives.worlds.process_sets import ProcessSet
@@ -55,6 +56,7 @@ class _Default:
         told: the rank and size that the program has told `init`, under one key.
         known: its process sets.
         comm: as given to `init`.
+        job: this process's part in an elastic job; None: its job is not elastic.
         was_shut_down: for the message of calls without a world.
         interrupted: whether `init` was left by an exception of another origin, so that the other ranks may wait in it.
     """
@@ -67,6 +69,7 @@ class _Default:
         self.told: dict[str, tuple[int | None, int | None]] = {}
         self.known = KnownSets(global_process_set)
         self.comm: Any = None
+        self.job: elastic_jobs.Job | None = None
         self.was_shut_down = False
         self.interrupted = False
 
@@ -91,6 +94,12 @@ class _Default:
         finally:
             if self.world is None and not self.joining:
                 self.told.clear()
+
+    def adopt(self, world: World) -> None:
+        """Make a world the default one."""
+        global_process_set.attach(0, world, world)
+        self.was_shut_down = False
+        self.world = world
 
     def forget(self) -> None:
         """Drop the world and its process sets."""
@@ -175,7 +184,10 @@ def init(
                 "init() was called within init(), from a signal handler; let it set a flag, and call init() later"
             )
         connect.check_place(asked)
+        if comm is None and not asked.explicit:
+            default.job = default.job or elastic_jobs.from_environment()
         several = launchers.mpi_may_join(os.environ) or launchers.several(os.environ) is not None
+        several = several or default.job is not None
         if "mpi4py.MPI" in sys.modules or several or asked.explicit:
             _watch_exit()  # the others must not wait for a rank that fails for an invalid setting
         config = Config.from_environment()
@@ -198,18 +210,19 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Ask
     """Make the default world. After an exception it can be tried again, and no other rank waits for this one."""
     group = None
     try:
-        group = connect.connect(comm, config, _watch_exit, asked)
-        world = World(group, group.config or config)
-        global_process_set.attach(0, world, world)
-        if world.size > 1:
+        if default.job is not None:
+            world = _world_of_job(default.job, config)
+        else:
+            group = connect.connect(comm, config, _watch_exit, asked)
+            world = World(group, group.config or config)
+        if world.size > 1 or default.job is not None:
             connect.take_place(asked)
         elif default.hooks is not None:
             default.hooks.remove()
             default.hooks = None
         global_process_set.mpi_comm = None if isinstance(comm, Sequence) else comm
-        default.was_shut_down = False
         default.comm = comm
-        default.world = world
+        default.adopt(world)
     except BaseException as error:
         default.interrupted = not isinstance(error, CollectivesError) or isinstance(error, CollectiveTimeoutError)
         if group is not None:
@@ -217,6 +230,14 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Ask
         raise
     default.interrupted = False
     return world
+
+
+def _world_of_job(job: elastic_jobs.Job, config: Config) -> World:
+    """The world that this member of an elastic job begins with: of the first generation; or of itself, while others
+    have one; or, after a `shutdown`, of the next."""
+    if job.generation:
+        return job.next("init() was called again", config)
+    return job.join(config) or World(thread_groups.connect(1)[0], config)
 
 
 def shutdown() -> None:
@@ -442,6 +463,8 @@ def _watch_exit() -> None:
 
 def _publish(text: str) -> None:
     default.interrupted = False  # this failure is published, and ends the job with its own exit code
+    if default.job is not None:
+        default.job.say("failed", text.strip().rpartition("\n")[2])
     if default.world is not None:
         default.world.fail(text)
 

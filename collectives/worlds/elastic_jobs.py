@@ -1,0 +1,206 @@
+"""A process of an elastic job: what it says to the job's driver, what it is answered, and the worlds that follow.
+
+The launcher decides which processes make a *generation*: a world of its own, with a number. Each process is a
+*member*, by a number that no other process of the job has before or after it. Members say what concerns the driver at
+the launcher's store, and wait there for its answer:
+
+    here, ready, ended    -> which generation the member is in; that it is alone for now; that it is to stop
+    runs, failed, finished   are not answered
+
+A generation's ranks meet at the same store, under keys that no other generation uses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from collectives.base.config import Config, parse_address
+from collectives.base.errors import (
+    CollectivesError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    RankFailedError,
+    RecoverableError,
+    in_words,
+)
+from collectives.base.logging import logger
+from collectives.transport.stores import job_key
+from collectives.worlds.world import World
+
+MEMBER = "COLLECTIVES_MEMBER"
+"""The variable with a member's number, by which a process knows that its job is elastic."""
+TIMEOUT = "COLLECTIVES_ELASTIC_TIMEOUT"
+ADDED, REMOVED = 2, 1
+"""What notices say, as bits: processes wait to be admitted; hosts are to be left."""
+_DEFAULT_TIMEOUT = 600.0
+_BEYOND = 60.0
+"""Seconds by which a member outwaits the driver, which says more."""
+_PIECE = 5.0
+"""Seconds of one request, after which the store is asked again: who is not told that the driver died, notices."""
+
+
+class Job:
+    """This process's part in an elastic job.
+
+    Args:
+        member: its number.
+        host, port, key: of the launcher's store.
+        timeout: seconds that the driver waits for missing members.
+
+    Attributes:
+        generation: the number of the present one, or of the one that ended last; 0: there was none.
+        members: its members, by rank. ``born``: the generation in which each of them was admitted.
+        notices: how many of the driver's notices have come.
+    """
+
+    def __init__(self, member: int, host: str, port: int, key: bytes, timeout: float) -> None:
+        from collectives.transport.stores.store import Store  # with asyncio, which not all programs need
+        from collectives.transport.tcp.service import Service
+
+        self.member, self.generation = member, 0
+        self.members: tuple[int, ...] = ()
+        self.born: tuple[int, ...] = ()
+        self.notices = 0
+        self._news: dict[int, int] = {}
+        self._key, self._timeout = key, timeout
+        service = Service()
+        self._store = Store(host, port, key, _PIECE, service)
+        self._make_store: Callable[[], Store] = lambda: Store(host, port, key, _PIECE, service)
+        self._said = 0
+        self._watching = False
+        self._lock = threading.Lock()
+
+    # ---- worlds
+
+    def join(self, config: Config) -> World | None:
+        """The world of a generation; None while one runs without this member, which is then to get `ready`."""
+        answer = self._ask("here")
+        return None if answer.get("alone") else self._world(answer, config)
+
+    def ready(self, config: Config) -> World:
+        """Wait until this member is admitted, and return the world."""
+        return self._world(self._ask("ready", bounded=False), config)
+
+    def next(self, why: str, config: Config) -> World:
+        """The world after the present generation, which has ended here."""
+        return self._world(self._ask("ended", why), config)
+
+    def _world(self, answer: Mapping[str, Any], config: Config) -> World:
+        """The world of the generation that the driver has answered with, or of a later one, if ranks die meanwhile."""
+        from collectives.worlds.connections import Connection
+
+        while True:
+            if "stop" in answer:
+                logger.info("member %d: stops: %s", self.member, answer["stop"])
+                raise SystemExit(0)
+            if "give_up" in answer:
+                raise RankFailedError(f"member {self.member}: the job cannot go on: {answer['give_up']}")
+            self.generation = int(answer["generation"])
+            self.members, self.born = tuple(answer["members"]), tuple(answer["born"])
+            store = _Prefixed(self._make_store(), f"elastic/g{self.generation}/")
+            how = f"generation {self.generation} of the elastic job"
+            try:
+                rank = self.members.index(self.member)
+                return Connection(store, rank, len(self.members), config, how).world
+            except RecoverableError as error:
+                answer = self._ask("ended", f"it could not be formed: {in_words(rank, error)}")
+            finally:
+                store.close()
+
+    # ---- words
+
+    def say(self, what: str, why: str = "") -> int:
+        """Say what needs no answer; returns how much has been said."""
+        with self._lock:
+            self._said += 1
+            text = {"what": what, "generation": self.generation, "why": why}
+            self._store.set(f"elastic/said/{self.member}/{self._said}", json.dumps(text).encode())
+            return self._said
+
+    def _ask(self, what: str, why: str = "", bounded: bool = True) -> dict[str, Any]:
+        key = f"elastic/answer/{self.member}/{self.say(what, why)}"
+        end = time.monotonic() + self._timeout + _BEYOND
+        while True:
+            try:
+                answer: dict[str, Any] = json.loads(self._store.get(key))
+                return answer
+            except CollectiveTimeoutError:
+                if bounded and time.monotonic() > end:
+                    raise CollectiveTimeoutError(
+                        f"member {self.member}: waited {self._timeout + _BEYOND:g} s for the launcher to say which "
+                        f"generation follows generation {self.generation}; see what it has printed, or raise "
+                        "--elastic-timeout"
+                    ) from None
+
+    def watch(self) -> None:
+        """Begin to listen for notices, and go on as long as the launcher lives."""
+        if not self._watching:
+            self._watching = True
+            threading.Thread(target=self._listen, name="collectives-notices", daemon=True).start()
+
+    def _listen(self) -> None:
+        store = self._make_store()
+        while True:
+            try:
+                notice = json.loads(store.get(f"elastic/notice/{self.notices + 1}"))
+            except CollectiveTimeoutError:
+                continue
+            except CollectivesError:
+                return  # the launcher has ended; whoever watches this process ends it
+            said = ADDED * bool(notice["added"]) | REMOVED * bool(notice["removed"])
+            self._news = {notice["generation"]: self._news.get(notice["generation"], 0) | said}
+            self.notices += 1
+
+    @property
+    def news(self) -> int:
+        """What notices have said of the present generation, of `ADDED` and `REMOVED`."""
+        return self._news.get(self.generation, 0)
+
+
+class _Prefixed:
+    """A store in which all keys begin with a prefix."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(self._prefix + key)
+        return value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        self._store.wait([self._prefix + key for key in keys], timeout)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def from_environment() -> Job | None:
+    """This process's part in its job; None: the job is not elastic.
+
+    Raises:
+        InvalidArgumentError: the variables that a launcher has set are not all there.
+    """
+    number = os.environ.get(MEMBER, "")
+    if not number:
+        return None
+    key = job_key.from_environment(os.environ)
+    try:
+        host, port = parse_address(os.environ["COLLECTIVES_RENDEZVOUS"])
+        member, timeout = int(number), float(os.environ.get(TIMEOUT, _DEFAULT_TIMEOUT))
+    except (KeyError, ValueError):
+        key = None
+    if key is None:
+        raise InvalidArgumentError(
+            f"{MEMBER}={number!r}: expected a number, and with it COLLECTIVES_RENDEZVOUS and COLLECTIVES_KEY, which "
+            "collectivesrun --min-np sets for the processes that it starts"
+        )
+    return Job(member, host, port, key, timeout)

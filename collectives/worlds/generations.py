@@ -1,0 +1,133 @@
+"""The generations of an elastic job, for this process: it enters the job, leaves a world for the next, and is done.
+
+The default world is the present generation's. It ends at once, here alone, and another one takes its place; what the
+program asks of the default world, ranks and sizes, then follows. The job's driver decides who is in it
+(`collectives.worlds.elastic_jobs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from collectives.base import interrupts, logging
+from collectives.base.config import Config
+from collectives.base.errors import CollectivesError, NotInitializedError, RecoverableError, in_words
+from collectives.worlds import runtime
+from collectives.worlds.elastic_jobs import Job
+from collectives.worlds.runtime import default
+from collectives.worlds.world import World
+
+_Sets = Sequence[tuple[int, Sequence[int]]]
+"""Process sets, by number and members."""
+
+
+def job() -> Job | None:
+    """This process's part in its job; None: the job is not elastic, or `collectives.init` was not called."""
+    return default.job
+
+
+def enter() -> bool:
+    """Tell the driver that this process recovers from failures. A process that has come later waits here, however long,
+    until it is admitted: its world of one ends, and the generation's takes its place.
+
+    Returns:
+        Whether it did.
+
+    Raises: as `renew`.
+    """
+    runtime.world()
+    job = default.job
+    if job is None:
+        return False
+    job.watch()
+    if job.generation:
+        job.say("runs")
+        return False
+    with interrupts.deferred(), default.held():
+        world = job.ready(Config.from_environment())
+        _end("this process was admitted", failed=False)
+        _begin(world, job, [])
+    return True
+
+
+def renew(why: BaseException | str) -> None:
+    """End the default world here, at once, and have the next generation's take its place: of who lives, and who has
+    come. All members do so, each when it notices the end.
+
+    Where the job is not elastic, this is `shutdown` and `init`.
+
+    Args:
+        why: the error that ended it, or, if none has, why it ends.
+
+    Raises:
+        SystemExit: this process is to stop, with exit code 0.
+        RankFailedError: the job cannot go on; says why.
+        TransportError: the launcher has ended.
+        CollectiveTimeoutError: it does not answer.
+    """
+    job, failed = default.job, not isinstance(why, str)
+    if job is None:
+        with suppress(CollectivesError):
+            runtime.shutdown()
+        runtime.init()
+        return
+    text = (why if isinstance(why, str) else in_words(job.member, why)).partition("\n")[0]
+    with interrupts.deferred(), default.held():
+        sets = default.known.by_members(job.members)
+        _end(text, failed)
+        try:
+            _begin(job.next(text, Config.from_environment()), job, sets)
+        except BaseException:
+            default.forget()
+            raise
+
+
+def notices() -> tuple[int, int]:
+    """How many notices the driver has given, and what those of the present generation have said: 0, or a sum of
+    `ADDED` and `REMOVED` of `collectives.worlds.elastic_jobs`."""
+    return (0, 0) if default.job is None else (default.job.notices, default.job.news)
+
+
+def finished() -> None:
+    """Tell the driver that the training is done."""
+    if default.job is not None:
+        default.job.say("finished")
+
+
+def _end(why: str, failed: bool) -> None:
+    """End the default world here; never waits for another rank, and never raises. It remains the default world, so that
+    ranks and sizes can be asked for, until the next one takes its place."""
+    world = default.world
+    if world is None:
+        return
+    if failed and world.failure is None:
+        world.fail(f"its generation has ended: {why}")  # the others may not know, and wait for this rank
+    with suppress(CollectivesError, NotInitializedError):
+        world.shutdown()
+
+
+def _begin(world: World, job: Job, sets: _Sets) -> None:
+    """Make a world the default one, and the process sets in it; the next one, if ranks die meanwhile."""
+    while True:
+        default.adopt(world)
+        logging.place(world.rank)
+        try:
+            default.known.remake(_agreed(sets, world, job), world)
+            return
+        except RecoverableError as error:
+            why = in_words(world.rank, error)
+            _end(why, failed=True)
+            world = job.next(why, Config.from_environment())
+
+
+def _agreed(sets: _Sets, world: World, job: Job) -> list[tuple[int, list[int]]]:
+    """The sets of those who were in an earlier generation, by number and the ranks that their members have now."""
+    is_survivor = job.born[world.rank] < job.generation
+    everyone = world.allgather_object((is_survivor, sets), name="generation.process_sets")
+    survivors_sets: _Sets = next((sets for survived, sets in everyone if survived), [])
+    ranks = {member: rank for rank, member in enumerate(job.members)}
+    remaining = [
+        (number, sorted(ranks[member] for member in members if member in ranks)) for number, members in survivors_sets
+    ]
+    return [(number, members) for number, members in remaining if members]

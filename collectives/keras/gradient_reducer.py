@@ -12,7 +12,7 @@ from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.frontends.gradient_options import GradientOptions, split
-from collectives.worlds.runtime import world_of
+from collectives.worlds.runtime import communicates, world_of
 
 
 class GradientReducer(ABC):
@@ -66,7 +66,7 @@ class _ArrayReducer(GradientReducer):
 
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any], local: Sequence[Any]) -> list[Any]:
         reduced, process_set = list(grads), self._options.process_set
-        if not process_set.included() or process_set.size() == 1:
+        if not communicates(process_set):
             return reduced
         local_ids = {id(variable) for variable in local}
         shared = [at for at, variable in enumerate(variables) if id(variable) not in local_ids]

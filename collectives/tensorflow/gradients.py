@@ -19,7 +19,7 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.frontends.gradient_options import GradientOptions, split
 from collectives.tensorflow import operations
 from collectives.tensorflow.errors import unconverted
-from collectives.worlds.runtime import world_of
+from collectives.worlds.runtime import communicates, world_of
 
 
 def variable_key(variable: Any) -> Any:
@@ -80,7 +80,7 @@ class GradientReduction:
         # the shapes of what is left happen to agree.
         name = ".".join([options.name, *_exceptions([kinds[at] for at in positions])])
         # A single rank has nothing to reduce in dense gradients, but duplicate rows of sparse ones are still summed.
-        dense = [at for at in positions if kinds[at] == "dense"] if self.process_set.size() > 1 else []
+        dense = [at for at in positions if kinds[at] == "dense"] if communicates(self.process_set) else []
         for number, members in enumerate(split(dense, self._groups, [variable_key(variables[at]) for at in dense])):
             self._allreduce(
                 gradients,

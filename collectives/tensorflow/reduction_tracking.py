@@ -25,6 +25,7 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.tensorflow import operations
 from collectives.tensorflow.gradients import GradientReduction, variable_key
 from collectives.worlds.process_sets import ProcessSet
+from collectives.worlds.runtime import communicates
 
 _REDUCED_OVER = "_collectives_reduced_over"  # attribute of tensors: a process set
 _PENDING = "_collectives_pending"  # attribute of variables: the `Mark` of a reduced gradient that is not applied yet
@@ -96,7 +97,7 @@ def reduce_remaining(
             ``tf.errors.InvalidArgumentError`` when it runs.
     """
     gradients = list(grads)
-    if len(gradients) != len(variables) or not reduction.process_set.included() or reduction.process_set.size() == 1:
+    if len(gradients) != len(variables) or not communicates(reduction.process_set):
         return reduction.reduce(gradients, variables, local)
     states = [_state(grad, variable, reduction) for grad, variable in zip(gradients, variables, strict=True)]
     clear_pending(variables)
@@ -135,7 +136,7 @@ def confirm_reduced(
         and gradients[at] is not None
         and not is_reduced(gradients[at], reduction)
     ]
-    if not doubtful or not reduction.process_set.included() or reduction.process_set.size() == 1:
+    if not doubtful or not communicates(reduction.process_set):
         return gradients
     text = (
         "apply_gradients: the ranks' gradients differ, although compute_gradients, or a DistributedGradientTape, has "

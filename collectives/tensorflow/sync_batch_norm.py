@@ -23,7 +23,7 @@ from collectives.tensorflow import autograd
 from collectives.tensorflow.errors import unconverted
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensorflow.keras_version import LEGACY
-from collectives.worlds.runtime import global_process_set, world_of
+from collectives.worlds.runtime import global_process_set, is_elastic, world_of
 
 _numbers = NumberedLayers(int)
 
@@ -69,7 +69,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         if not _flag(training) or not self.trainable:
             return super().call(inputs, training=False, mask=mask)
         world = world_of(self._process_set)
-        if world.size == 1:
+        if world.size == 1 and not is_elastic():
             return super().call(inputs, training=True, mask=mask)
         if mask is not None and len(mask.shape) != len(inputs.shape) - 1:
             raise InvalidArgumentError(

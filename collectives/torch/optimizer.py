@@ -24,7 +24,7 @@ from collectives.torch.compiled import untraced
 from collectives.torch.gradient_slot import take_over
 from collectives.torch.state import refuse_unreachable
 from collectives.worlds.process_sets import ProcessSet
-from collectives.worlds.runtime import global_process_set, world_of
+from collectives.worlds.runtime import communicates, global_process_set, world_of
 from collectives.worlds.world import World
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -114,7 +114,7 @@ def DistributedOptimizer(
     named = _named(optimizer, named_parameters)
     for name, param in named:
         refuse_unreachable(f"parameter {name!r}", param)
-    together = process_set.included() and world_of(process_set).size > 1
+    together = communicates(process_set)
     kind = AdasumSteps if op is Op.ADASUM and together else GradientSteps
     wrapped: Any = type(type(optimizer).__name__, (kind, type(optimizer)), {"__module__": __name__})
     result = wrapped.__new__(wrapped)

@@ -348,6 +348,17 @@ def world_of(process_set: ProcessSetLike | int | None) -> World:
     raise InvalidTypeError(f"process_set: expected a ProcessSet, got {process_set!r}")
 
 
+def communicates(process_set: ProcessSet) -> bool:
+    """Whether this process ever has others to communicate with in a process set: now or, in an elastic job, when its
+    world is followed by another one. What adapters leave out where it has none is left out for good."""
+    return process_set.included() and (process_set.size() > 1 or is_elastic())
+
+
+def is_elastic() -> bool:
+    """Whether the job is elastic, so that other worlds follow the present one."""
+    return default.job is not None
+
+
 def process_set_of(number: int) -> ProcessSet:
     """The process set of a number, whether this rank is in it or not.
 

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -103,7 +104,7 @@ class Job:
                 raise RankFailedError(f"member {self.member}: the job cannot go on: {answer['give_up']}")
             self.generation = int(answer["generation"])
             self.members, self.born = tuple(answer["members"]), tuple(answer["born"])
-            store = _Prefixed(self._make_store(), f"elastic/g{self.generation}/")
+            store = _StoreOfGeneration(self._make_store(), self.generation)
             how = f"generation {self.generation} of the elastic job"
             try:
                 rank = self.members.index(self.member)
@@ -163,11 +164,12 @@ class Job:
         return self._news.get(self.generation, 0)
 
 
-class _Prefixed:
-    """A store in which all keys begin with a prefix."""
+class _StoreOfGeneration:
+    """The part of the launcher's store in which the members of a generation meet. RankFailedError, from reads: the
+    driver has seen that one of them has ended."""
 
-    def __init__(self, store: Any, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
+    def __init__(self, store: Any, generation: int) -> None:
+        self._store, self._prefix = store, f"elastic/g{generation}/"
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(self._prefix + key, value)
@@ -177,6 +179,10 @@ class _Prefixed:
         return value
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        over = f"{self._prefix}over"
+        with suppress(CollectiveTimeoutError):
+            self._store.wait([over], timedelta(0))
+            raise RankFailedError(self._store.get(over).decode())
         self._store.wait([self._prefix + key for key in keys], timeout)
 
     def close(self) -> None:

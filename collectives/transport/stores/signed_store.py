@@ -106,6 +106,8 @@ class SignedStore:
                     return False
                 backoff.nap(LONGEST_NAP)
             return True
+        except RankFailedError:  # of a store that knows its clients
+            raise
         except Exception as error:
             if check is None and (isinstance(error, TimeoutError) or time.monotonic() >= begun + within):
                 return False

@@ -88,9 +88,10 @@ class Job:
         """Wait until this member is admitted, and return the world."""
         return self._world(self._ask("ready", bounded=False), config)
 
-    def next(self, why: str, config: Config) -> World:
-        """The world after the present generation, which has ended here."""
-        return self._world(self._ask("ended", why), config)
+    def next(self, why: str, config: Config, *, alone: bool = False) -> World:
+        """The world after the present generation, which has ended here; ``alone``: without newcomers, if they are not
+        needed and all members say so."""
+        return self._world(self._ask("ended", why, alone=alone), config)
 
     def _world(self, answer: Mapping[str, Any], config: Config) -> World:
         """The world of the generation that the driver has answered with, or of a later one, if ranks die meanwhile."""
@@ -116,16 +117,16 @@ class Job:
 
     # ---- words
 
-    def say(self, what: str, why: str = "") -> int:
+    def say(self, what: str, why: str = "", **more: Any) -> int:
         """Say what needs no answer; returns how much has been said."""
         with self._lock:
             self._said += 1
-            text = {"what": what, "generation": self.generation, "why": why}
+            text = {"what": what, "generation": self.generation, "why": why, **more}
             self._store.set(f"elastic/said/{self.member}/{self._said}", json.dumps(text).encode())
             return self._said
 
-    def _ask(self, what: str, why: str = "", bounded: bool = True) -> dict[str, Any]:
-        key = f"elastic/answer/{self.member}/{self.say(what, why)}"
+    def _ask(self, what: str, why: str = "", bounded: bool = True, **more: Any) -> dict[str, Any]:
+        key = f"elastic/answer/{self.member}/{self.say(what, why, **more)}"
         end = time.monotonic() + self._timeout + _BEYOND
         while True:
             try:

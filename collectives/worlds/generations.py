@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from collectives.base import interrupts, logging
 from collectives.base.config import Config
@@ -51,7 +52,7 @@ def enter() -> bool:
     return True
 
 
-def renew(why: BaseException | str) -> None:
+def renew(why: BaseException | str, record: Any = None) -> list[Any]:
     """End the default world here, at once, and have the next generation's take its place: of who lives, and who has
     come. All members do so, each when it notices the end.
 
@@ -59,6 +60,11 @@ def renew(why: BaseException | str) -> None:
 
     Args:
         why: the error that ended it, or, if none has, why it ends.
+        record: for the ranks of the next generation, which gets no newcomers where all its members have one, and are
+            enough.
+
+    Returns:
+        The ranks' records; None of newcomers.
 
     Raises:
         SystemExit: this process is to stop, with exit code 0.
@@ -71,13 +77,14 @@ def renew(why: BaseException | str) -> None:
         with suppress(CollectivesError):
             runtime.shutdown()
         runtime.init()
-        return
+        return runtime.world().allgather_object(record, name="generation.records")
     text = (why if isinstance(why, str) else in_words(job.member, why)).partition("\n")[0]
     with interrupts.deferred(), default.held():
         sets = default.known.by_members(job.members)
         _end(text, failed)
         try:
-            _begin(job.next(text, Config.from_environment()), job, sets)
+            world = job.next(text, Config.from_environment(), alone=record is not None)
+            return _begin(world, job, sets, record)
         except BaseException:
             default.forget()
             raise
@@ -107,27 +114,26 @@ def _end(why: str, failed: bool) -> None:
         world.shutdown()
 
 
-def _begin(world: World, job: Job, sets: _Sets) -> None:
-    """Make a world the default one, and the process sets in it; the next one, if ranks die meanwhile."""
+def _begin(world: World, job: Job, sets: _Sets, record: Any = None) -> list[Any]:
+    """Make a world the default one, and the process sets in it; the next one, if ranks die meanwhile. Returns the
+    ranks' records."""
     while True:
         default.adopt(world)
         logging.place(world.rank)
         try:
-            default.known.remake(_agreed(sets, world, job), world)
-            return
+            is_survivor = job.born[world.rank] < job.generation
+            everyone = world.allgather_object((record, is_survivor, sets), name="generation.records")
+            survivors_sets: _Sets = next((sets for _, survived, sets in everyone if survived), [])
+            default.known.remake(_remaining(survivors_sets, job), world)
+            return [record for record, _, _ in everyone]
         except RecoverableError as error:
             why = in_words(world.rank, error)
             _end(why, failed=True)
-            world = job.next(why, Config.from_environment())
+            world = job.next(why, Config.from_environment(), alone=record is not None)
 
 
-def _agreed(sets: _Sets, world: World, job: Job) -> list[tuple[int, list[int]]]:
-    """The sets of those who were in an earlier generation, by number and the ranks that their members have now."""
-    is_survivor = job.born[world.rank] < job.generation
-    everyone = world.allgather_object((is_survivor, sets), name="generation.process_sets")
-    survivors_sets: _Sets = next((sets for survived, sets in everyone if survived), [])
+def _remaining(sets: _Sets, job: Job) -> list[tuple[int, list[int]]]:
+    """The sets that have members left, by number and the ranks that these have now."""
     ranks = {member: rank for rank, member in enumerate(job.members)}
-    remaining = [
-        (number, sorted(ranks[member] for member in members if member in ranks)) for number, members in survivors_sets
-    ]
+    remaining = [(number, sorted(ranks[member] for member in members if member in ranks)) for number, members in sets]
     return [(number, members) for number, members in remaining if members]

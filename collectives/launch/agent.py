@@ -9,14 +9,15 @@ script, run without site-packages, that imports only the standard library.
 Its standard streams connect it with the launcher:
 
     stdin     lines: first the task, in JSON (environment, folder, command, ranks; nothing of it is on a command line);
-              then orders: ``alive``, ``signal N`` (forwarded to the ranks), ``end`` (SIGTERM, then SIGKILL), ``kill``
+              then orders: ``alive``, ``signal N`` (forwarded to the ranks), ``end`` (SIGTERM, then SIGKILL), ``kill``;
+              in elastic jobs also ``start JSON`` (a rank's variables) and ``kill RANK``
     stdout    lines that begin with DLE: ``ready PORT ADDRESS`` (a port that is free here, and this host's address,
               where ssh tells it), ``alive``, ``ended RANK CODE``, ``done``
     stderr    the frames of ``rank.py``, and plain messages
 
 The end of stdin means that the launcher or the connection is gone, and ends the ranks; so does silence, because a
 host without power or network closes no connection. No process of a rank outlives the agent. If the agent is killed,
-``rank.py`` ends its rank.
+``rank.py`` ends its rank. An agent of an elastic job (``stays`` in its task) goes on without any rank until then.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def main() -> int:
 def _watch(ranks: _Ranks, orders: _Orders, signals: Signals, patience: float) -> None:
     """Obey orders until all ranks have ended; ``patience``: seconds of the launcher's silence that end them."""
     heard, spoken = time.monotonic(), 0.0
-    while ranks.running:
+    while ranks.running or ranks.stays:
         sources = [signals.source] if orders.closed else [0, signals.source]
         ready, _, _ = select.select(sources, [], [], max(0.0, min(ALIVE_EVERY, ranks.kill_at - time.monotonic())))
         now = time.monotonic()
@@ -79,7 +80,7 @@ def _watch(ranks: _Ranks, orders: _Orders, signals: Signals, patience: float) ->
             orders.read()
             heard = now
         while (order := orders.take()) is not None:
-            ranks.obey(*order.split())
+            ranks.obey(*order.split(maxsplit=1))
         if orders.closed or now - heard > patience or any(number in _ENDING for number in signals.take()):
             ranks.obey("end")
         ranks.reap()
@@ -163,36 +164,47 @@ class _Ranks:
 
     Attributes:
         running: rank by the pid of its ``rank.py``.
-        code: the exit code of the first that failed, or 0.
+        code: the exit code of the first that failed, or 0; of an elastic job always 0.
         kill_at: when the processes are killed, on the monotonic clock.
+        stays: whether further ranks may be started.
     """
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         self.running: dict[int, str] = {}
         self.code = 0
         self.kill_at = float("inf")
-        command = [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "rank.py"), *task["command"]]
-        nothing = os.open(os.devnull, os.O_RDONLY)
+        self.stays = self._elastic = task["stays"]
+        program = os.path.join(os.path.dirname(__file__), "rank.py")
+        self._command = [sys.executable, "-I", "-S", program, *task["command"]]
+        self._environment = {**os.environ, **task["environment"]}
+        self._nothing = os.open(os.devnull, os.O_RDONLY)
+        self._dying = die_with_parent()
         standard_input: int | None = task["stdin"]
         if standard_input is not None:
             os.set_inheritable(standard_input, False)
-        dying = die_with_parent()
         for position, variables in enumerate(task["ranks"]):
-            environment = {**os.environ, **task["environment"], **variables}
-            stdin = nothing if standard_input is None or position else standard_input
-            self.running[_start(command, environment, stdin, dying)] = variables["COLLECTIVES_RANK"]
-        for file in (nothing, standard_input):
-            if file is not None:
-                os.close(file)
+            self._start(variables, self._nothing if standard_input is None or position else standard_input)
+        if standard_input is not None:
+            os.close(standard_input)
 
-    def obey(self, order: str, *arguments: str) -> None:
+    def _start(self, variables: Mapping[str, str], stdin: int) -> None:
+        pid = _start(self._command, {**self._environment, **variables}, stdin, self._dying)
+        self.running[pid] = variables["COLLECTIVES_RANK"]
+
+    def obey(self, order: str, argument: str = "") -> None:
         """Carry out an order of the launcher's."""
         if order == "signal":
-            self._signal(int(arguments[0]))
+            self._signal(int(argument))
+        elif order == "start" and self.stays:
+            self._start(json.loads(argument), self._nothing)
         elif order == "end" and self.kill_at == float("inf"):
+            self.stays = False
             self.kill_at = time.monotonic() + _AFTER_TERMINATE
             self._signal(signal.SIGTERM)
+        elif order == "kill" and argument:
+            self._signal(signal.SIGQUIT, argument)
         elif order == "kill":
+            self.stays = False
             end_descendants(0.0, reap=lambda left: self.reap())
             self.running.clear()  # what cannot be killed; on other systems than Linux, rank.py ends the rank
 
@@ -204,13 +216,14 @@ class _Ranks:
                 if rank is not None:
                     code = os.waitstatus_to_exitcode(ended[1])
                     code = 128 - code if code < 0 else code
-                    self.code = self.code or code
+                    self.code = self.code or (0 if self._elastic else code)
                     _say(f"ended {rank} {code}")
 
-    def _signal(self, number: int) -> None:
-        for pid in self.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+    def _signal(self, number: int, only: str = "") -> None:
+        for pid, rank in self.running.items():
+            if only in ("", rank):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
 
 def _start(command: list[str], environment: Mapping[str, str], stdin: int, dying: Callable[[], None]) -> int:

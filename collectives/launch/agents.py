@@ -7,21 +7,18 @@ each agent its task over stdin, with the job's key.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import IO
 
 from collectives.base.config import Config
 from collectives.launch import agent, ssh
-from collectives.launch.agent import ALIVE_EVERY, MARK
+from collectives.launch.agent import ALIVE_EVERY
+from collectives.launch.host_agent import HostAgent, HostRanks
 from collectives.launch.job import Ranks
-from collectives.launch.output import Output, listed
+from collectives.launch.output import Output
 from collectives.launch.records import Record
 
 _AFTER_DEATH = 2.0
@@ -30,7 +27,7 @@ _AFTER_FAILURE = 6.0
 """The same after one has said that it fails, and waits for the others' end."""
 _AFTER_DONE = 2.0
 _AFTER_KILL = 1.0
-_PATIENT_LAUNCHER, _PATIENT_AGENT = 2, 3
+_PATIENT_LAUNCHER = 2
 """Silence after which a host counts as lost, in multiples of ``peer_timeout``: the ranks notice first, and say more."""
 _LATE = 4 * ALIVE_EVERY
 _SAY_ALIVE = """
@@ -44,18 +41,6 @@ while True:
     time.sleep(float(sys.argv[1]))
 """
 """A program that gives agents signs of life: its arguments are seconds, and file descriptors."""
-_READ = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class HostRanks:
-    """The ranks of one host; ``host`` is empty for this one."""
-
-    host: str
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{listed(self.ranks)} on {self.host or os.uname().nodename}"
 
 
 class Agents(Ranks):
@@ -80,7 +65,7 @@ class Agents(Ranks):
         remote: ssh.Ssh,
     ) -> None:
         super().__init__()
-        self._agents = [_Agent(place, environment, remote) for place in places]
+        self._agents = [HostAgent(place, environment, remote) for place in places]
         self.places, self.command, self.environment = places, list(command), dict(environment)
         self.remote, self._config = remote, config
         self._size = sum(len(place.ranks) for place in places)
@@ -91,11 +76,13 @@ class Agents(Ranks):
 
     def start(self, output: Output) -> None:
         self._output = output
-        self._start_by = time.monotonic() + self.remote.timeout
         for one in self._agents:
-            one.start()
-            self.processes.append(one.process)
-            output.attach(one.words.fileno(), name=one.place.host)
+            self._start(one)
+
+    def _start(self, one: HostAgent) -> None:
+        one.start()
+        self.processes.append(one.process)
+        self._output.attach(one.words.fileno(), name=one.place.host)
 
     def waiting(self) -> tuple[list[int], list[int]]:
         open_ones = [one for one in self._agents if not one.closed]
@@ -103,23 +90,31 @@ class Agents(Ranks):
 
     def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
         now = time.monotonic()
+        self._exchange(readable, writable, now)
+        if not self._sent and not self._ending and not self._lost and all(one.ready for one in self._agents):
+            self._send_tasks()
+        self._look_after_all(now)
+        if not self._failed_at and (self._lost or self._output.records or self._died_at() < float("inf")):
+            self._failed_at = now
+
+    def _exchange(self, readable: Sequence[int], writable: Sequence[int], now: float) -> None:
+        """Read and write what can be read and written."""
         for one in self._agents:
             if not one.closed and one.answers.fileno() in readable:
                 one.read(now)
             if not one.closed and one.orders.fileno() in writable:
                 one.write()
-        if not self._sent and not self._ending and not self._lost and all(one.ready for one in self._agents):
-            self._send_tasks()
-        elif self._sent and now - self._spoken >= ALIVE_EVERY:
+
+    def _look_after_all(self, now: float) -> None:
+        """Give signs of life, and find out which hosts are lost."""
+        if self._sent and now - self._spoken >= ALIVE_EVERY:
             self._order("alive")
             self._spoken = now
-        for one in self._agents:
+        for one in list(self._agents):
             if not one.lost and not one.done:
                 self._look_after(one, now)
             elif one.done and now - one.heard > _AFTER_DONE:
                 one.process.kill()  # something on that host keeps the connection open
-        if not self._failed_at and (self._lost or self._output.records or self._died_at() < float("inf")):
-            self._failed_at = now
 
     def failures(self) -> list[Record]:
         return self._lost + [record for one in self._agents for record in one.died]
@@ -187,8 +182,7 @@ class Agents(Ranks):
 
     def _order(self, order: str) -> None:
         for one in self._agents:
-            if not one.closed:
-                one.pending += f"{order}\n".encode()
+            one.order(order)
 
     def _send_tasks(self) -> None:
         """Serve the store, and have all agents start their ranks."""
@@ -219,22 +213,22 @@ class Agents(Ranks):
             "COLLECTIVES_KEY": key.hex(),
         }
 
-    def _look_after(self, one: _Agent, now: float) -> None:
+    def _look_after(self, one: HostAgent, now: float) -> None:
         """Find out whether a host is lost."""
         if one.process.poll() is not None:
             one.read(now)
             if not one.done and not self._ending:
                 self._lose(one, self._reason(one))
-        elif not one.ready and now > self._start_by:
+        elif not one.ready and now > one.start_by:
             self._lose(one, f"cannot start {one.place}: no answer within {self.remote.timeout:g} s (--start-timeout)")
-        elif self._sent and one.place.host and now - one.heard > self._patience():
+        elif self._sent and one.ready and one.place.host and now - one.heard > self._patience():
             self._lose(one, f"lost {one.place}: no sign of life for {now - one.heard:.0f} s")
 
     def _patience(self) -> float:
         """Return the seconds for which a host may be silent: few once ranks have failed, because of it perhaps."""
         return _LATE if self._failed_at else _PATIENT_LAUNCHER * self._config.peer_timeout
 
-    def _reason(self, one: _Agent) -> str:
+    def _reason(self, one: HostAgent) -> str:
         code = one.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if not one.place.host:
@@ -248,127 +242,13 @@ class Agents(Ranks):
         )
         return f"cannot start {one.place}: ssh {how}; {advice}"
 
-    def _lose(self, one: _Agent, reason: str) -> None:
+    def _lose(self, one: HostAgent, reason: str) -> None:
         words = self._output.take_words(one.words.fileno())
-        text = reason + (f":\n{words}" if words else "")
-        rank = one.place.ranks[0]
-        self._lost.append(Record(rank, 1, text, time.time(), one.place.host, lost=True))
         one.lost = True
         one.left.clear()
         one.process.kill()
+        self._note_lost(one, reason + (f":\n{words}" if words else ""))
 
-
-class _Agent:
-    """One agent, as seen by the launcher.
-
-    Attributes:
-        ready, done, lost: how far it is: it has answered; its ranks have ended; it is given up.
-        left: the ranks that run.
-        died: records of ranks that have ended with a failure; ``died_at``: when the first has, on the monotonic clock.
-        heard: when it last said anything.
-        pending: orders that are not written yet.
-        free_port, address: of its host, once it is ready; the address is empty where ssh does not tell it.
-    """
-
-    def __init__(self, place: HostRanks, environment: Mapping[str, str], remote: ssh.Ssh) -> None:
-        self.place = place
-        self.ready = self.done = self.lost = self.closed = False
-        self.left = set(place.ranks)
-        self.died: list[Record] = []
-        self.died_at = float("inf")
-        self.heard = 0.0
-        self.pending = bytearray()
-        self.free_port = self.address = ""
-        self._received = b""
-        command = [sys.executable, "-I", "-S", agent.__file__]
-        self._command = remote.command(place.host, command) if place.host else command
-        self._environment = environment
-        self._stdin: int | None = None
-
-    def start(self) -> None:
-        """Start the agent, or ssh for it."""
-        if not self.place.host and 0 in self.place.ranks:
-            self._stdin = os.dup(0)
-        self.process = subprocess.Popen(
-            self._command,
-            env=dict(self._environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=() if self._stdin is None else (self._stdin,),
-            start_new_session=True,
-            preexec_fn=agent.die_with_parent(),
-        )
-        assert self.process.stdin and self.process.stdout and self.process.stderr
-        self.orders: IO[bytes] = self.process.stdin
-        self.answers: IO[bytes] = self.process.stdout
-        self.words: IO[bytes] = self.process.stderr
-        for file in (self.orders, self.answers):
-            os.set_blocking(file.fileno(), False)
-
-    def send(self, command: Sequence[str], environment: Mapping[str, str], size: int, peer_timeout: float) -> None:
-        """Send the task."""
-        task = {
-            "command": list(command),
-            "environment": ssh.environment_for_others(environment) if self.place.host else dict(environment),
-            "folder": os.getcwd(),
-            "patience": _PATIENT_AGENT * peer_timeout if self.place.host else 0,
-            "ranks": [
-                {
-                    "COLLECTIVES_RANK": str(rank),
-                    "COLLECTIVES_SIZE": str(size),
-                    "COLLECTIVES_LOCAL_RANK": str(local_rank),
-                    "LOCAL_WORLD_SIZE": str(len(self.place.ranks)),
-                }
-                for local_rank, rank in enumerate(self.place.ranks)
-            ],
-            "stdin": self._stdin,
-        }
-        self.pending += json.dumps(task).encode() + b"\n"
-        self.heard = time.monotonic()
-
-    def write(self) -> None:
-        """Write orders, as many as can be written."""
-        if self.closed:
-            return
-        try:
-            with contextlib.suppress(BlockingIOError):
-                while self.pending:
-                    del self.pending[: os.write(self.orders.fileno(), self.pending)]
-        except OSError:
-            self.pending.clear()  # it has ended, as will be noticed
-
-    def read(self, now: float) -> None:
-        """Read what it has to say."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self.answers.fileno(), _READ):
-                self.heard = now
-                *lines, self._received = (self._received + data).split(b"\n")
-                for line in lines:
-                    _, mark, said = line.rpartition(MARK)
-                    if mark:
-                        self._take(said.decode(errors="replace").split(), now)
-            self.closed = True
-
-    def _take(self, words: Sequence[str], now: float) -> None:
-        if words[:1] == ["ready"]:
-            self.ready = True
-            self.free_port, self.address = (*words[1:], "")[:2]
-        elif words == ["done"]:
-            self.done = True
-        elif len(words) == 3 and words[0] == "ended":
-            rank, code = int(words[1]), int(words[2])
-            self.left.discard(rank)
-            if code:
-                host = self.place.host or os.uname().nodename
-                self.died.append(Record(rank, code, "", time.time(), host))
-                self.died_at = min(self.died_at, now)
-
-    def close(self) -> None:
-        """Close the streams."""
-        for file in (self.orders, self.answers, self.words):
-            with contextlib.suppress(OSError):
-                file.close()
-        if self._stdin is not None:
-            os.close(self._stdin)
-            self._stdin = None
+    def _note_lost(self, one: HostAgent, text: str) -> None:
+        """Take note that a host is lost."""
+        self._lost.append(Record(one.place.ranks[0], 1, text, time.time(), one.place.host, lost=True))

@@ -16,11 +16,13 @@ from pathlib import Path
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError
-from collectives.launch import config_file, job, rank_environment, report
+from collectives.launch import config_file, elastic_options, job, rank_environment, report
 from collectives.launch import rank as before_rank
 from collectives.launch.agent import free_port
-from collectives.launch.agents import Agents, HostRanks
+from collectives.launch.agents import Agents
 from collectives.launch.command_line import chosen, make_parser, split
+from collectives.launch.elastic_agents import ElasticAgents
+from collectives.launch.host_agent import HostRanks
 from collectives.launch.hosts import Host, allotted, parse_hosts, ranks_of_each, read_hostfile
 from collectives.launch.mpirun import Launcher, MpiRanks, Vendor, build, find, with_tools
 from collectives.launch.output import Output
@@ -40,7 +42,8 @@ _OF_SSH = {
 def check_arguments(arguments: Sequence[str]) -> None:
     """Raise an InvalidArgumentError that says why, if ``collectivesrun`` does not accept these arguments."""
     parser = make_parser()
-    _ranks_and_hosts(parser.parse_args(split(parser, arguments)[0]))
+    options = parser.parse_args(split(parser, arguments)[0])
+    _ranks_and_hosts(options, elastic_options.wanted(options))
 
 
 def horovodrun() -> int:
@@ -88,7 +91,8 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         raise InvalidArgumentError(
             f"the current folder, in which the ranks start, is gone ({error.strerror}): change to another one"
         ) from None
-    ranks, hosts = _ranks_and_hosts(options)
+    elastic = elastic_options.wanted(options)
+    ranks, hosts = _ranks_and_hosts(options, elastic)
     file = config_file.read(options.config_file) if options.config_file else config_file.ConfigFile()
     flags, outer = chosen(options), rank_environment.of_no_rank(os.environ)
     if options.as_horovod:
@@ -113,7 +117,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         return 127
     if options.as_horovod:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOROVOD), environment.get("PYTHONPATH")]))
-    launcher = _launcher(options.launcher or file.launcher)
+    launcher = None if elastic else _launcher(options.launcher or file.launcher)
     for message in _without_effect(options, launcher):
         print(f"collectivesrun: {message}", file=sys.stderr)
     options.verbose = options.verbose or file.verbose
@@ -126,9 +130,12 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         print(f"collectivesrun: {launcher or f'without MPI: {shlex.join(program)}'}", file=sys.stderr, flush=True)
     if launcher is None:
         environment = rank_environment.of_no_process(environment)
-        if ranks == 1 and not (hosts or trace or options.output_filename or options.as_horovod):
+        if ranks == 1 and not (elastic or hosts or trace or options.output_filename or options.as_horovod):
             os.execvpe(program[0], program, environment)
-    code = _start(options, launcher, ranks, hosts, program, environment, config)
+    if elastic:
+        code = _start_elastic(options, ranks, hosts, program, environment, config)
+    else:
+        code = _start(options, launcher, ranks, hosts, program, environment, config)
     if trace is not None:
         _write_report(trace, config.timeline)
     return code
@@ -145,9 +152,13 @@ def _folder(path: str | None) -> str:
     return os.path.abspath(path)
 
 
-def _ranks_and_hosts(options: argparse.Namespace) -> tuple[int, Sequence[Host]]:
+def _ranks_and_hosts(options: argparse.Namespace, elastic: bool) -> tuple[int, Sequence[Host]]:
+    """Return the number of ranks and their hosts; of an elastic job the largest number, if it is known."""
     hosts = read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts) if options.hosts else ()
     ranks: int | None = options.ranks
+    if elastic:
+        slots = sum(host.slots for host in hosts)
+        return options.max_np or ranks or slots or options.min_np or 2, hosts
     if ranks is None and not hosts:
         hosts = allotted(os.environ)
         if not hosts:
@@ -246,6 +257,32 @@ def _start(
     if options.verbose:
         print(f"collectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
     return job.run(MpiRanks(command, environment), shown)
+
+
+def _start_elastic(
+    options: argparse.Namespace,
+    ranks: int,
+    hosts: Sequence[Host],
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    config: Config,
+) -> int:
+    """Start an elastic job, and return its exit code; ``ranks`` is the largest number of them."""
+    remote = Ssh(options.ssh_port, options.ssh_identity_file or "", options.start_timeout or Ssh().timeout)
+    # What ranks say is shown at once: the job may go on for days after a traceback.
+    shown = Output(max(ranks, 2), tag=options.tag, verbose=True)
+    words = before_rank.pack([options.output_filename, str(len(str(ranks - 1))), "", shown.terminal, *program])
+    members = ElasticAgents(
+        elastic_options.rules(options, environment, config),
+        elastic_options.hosts_of(options, hosts),
+        words,
+        environment,
+        config,
+        remote,
+        event_files=options.elastic_events or (),
+        as_horovod=options.as_horovod,
+    )
+    return job.run(members, shown)
 
 
 def _torchs_address(hosts: Sequence[Host], config: Config, remote: Ssh) -> dict[str, str]:

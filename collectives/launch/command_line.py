@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 from collectives import __version__
 from collectives.base import config
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch.options import IGNORED, REFUSED, SWITCHES, VALUES, nonempty, parsed
+from collectives.launch import elastic_options
+from collectives.launch.options import IGNORED, SWITCHES, VALUES, nonempty, parsed
 
 _EPILOG = """\
 examples:
@@ -26,10 +27,10 @@ examples:
   collectivesrun -np 2 --mpi-args "--bind-to none" python train.py
   collectivesrun -np 4 --timeline run.html python train.py
   collectivesrun -np 4 --as-horovod python their_script.py
+  collectivesrun --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh python train.py
 
 An option takes precedence over the file of --config-file, and that over the environment (COLLECTIVES_..., HOROVOD_...).
-Options may be abbreviated. All options of horovodrun are accepted except those of elastic jobs; one without effect here
-is reported.
+Options may be abbreviated. All options of horovodrun are accepted; one without effect here is reported.
 
 Each line of the ranks' output is tagged with its rank; --no-tag leaves the lines unchanged.
 
@@ -129,6 +130,7 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     if program == "horovodrun":
         version = f"{importlib.import_module('collectives.horovod').VERSION} ({version})"
     parser.add_argument("-v", "--version", action="version", version=version)
+    elastic_options.add_to(parser, _positive, _type(partial(parsed, config.count)), _seconds)
     add_to(parser)
     return parser
 
@@ -158,13 +160,16 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
     while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "--":
         name, equals, value = _in_full(arguments[position], actions)
         flags.append(name)
-        takes_value = actions[name].nargs is None
-        if takes_value and not equals:
+        nargs = actions[name].nargs
+        if nargs is None and not equals:
             if position + 1 == len(arguments):
                 raise InvalidArgumentError(f"{name}: expected a value after it")
             # In one word, because the value may begin with "-".
             own.append(f"{name}={arguments[position + 1]}")
             position += 1
+        elif isinstance(nargs, int) and nargs:
+            own += [name, *arguments[position + 1 : position + 1 + nargs]]
+            position += nargs
         else:
             own.append(f"{name}{equals}{value}")
         position += 1
@@ -176,15 +181,13 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
 def _in_full(argument: str, actions: Mapping[str, argparse.Action]) -> tuple[str, str, str]:
     """Split an option such as ``--fusion-thr=8`` or ``-Hhost:2`` into full name, ``=`` or nothing, and value."""
     name, equals, value = argument.partition("=")
-    alike = [flag for flag in (*actions, *REFUSED) if flag.startswith(name)]
+    alike = [flag for flag in actions if flag.startswith(name)]
     attached = [
         flag for flag, row in actions.items() if flag[1] != "-" and argument.startswith(flag) and row.nargs is None
     ]
     if name in actions:
         full_name = name
-    elif name in REFUSED or (alike and set(alike) <= set(REFUSED)):
-        raise InvalidArgumentError(f"{name}: the number of ranks is fixed, there are no elastic jobs")
-    elif len(alike) == 1:
+    elif len({id(actions[flag]) for flag in alike}) == 1:
         full_name = alike[0]
     elif alike:
         raise InvalidArgumentError(

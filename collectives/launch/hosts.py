@@ -55,6 +55,14 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         raise InvalidArgumentError(
             f"--hostfile: cannot read {path!r}: {getattr(error, 'strerror', None) or error}"
         ) from None
+    hosts = parse_lines(lines, f"--hostfile: {path}")
+    if not hosts:
+        raise InvalidArgumentError(f"--hostfile: {path!r} names no host")
+    return hosts
+
+
+def parse_lines(lines: Sequence[str], source: str, slots: int = 1) -> tuple[Host, ...]:
+    """Parse one host a line; one without a number takes ``slots`` ranks. An InvalidArgumentError names the line."""
     hosts = []
     for number, line in enumerate(lines, 1):
         entry = line.partition("#")[0].strip()
@@ -62,13 +70,9 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
             continue
         match = _LINE.fullmatch(entry)
         if match is None:
-            raise InvalidArgumentError(
-                f"--hostfile: {path}:{number}: expected 'host slots=4' or 'host:4', got {entry!r}"
-            )
-        hosts.append(Host(match["name"], int(match["named"] or match["slots"] or 1)))
-    if not hosts:
-        raise InvalidArgumentError(f"--hostfile: {path!r} names no host")
-    return _distinct(hosts, f"--hostfile {path}")
+            raise InvalidArgumentError(f"{source}:{number}: expected 'host slots=4' or 'host:4', got {entry!r}")
+        hosts.append(Host(match["name"], int(match["named"] or match["slots"] or slots)))
+    return _distinct(hosts, source)
 
 
 def allotted(environment: Mapping[str, str]) -> tuple[Host, ...]:

@@ -65,6 +65,10 @@ class Ranks:
         """Return the failures that were seen from here."""
         return []
 
+    def counts(self, rank: int) -> bool:
+        """Whether a rank's failure is the job's."""
+        return True
+
     def end_at(self) -> float:
         """Return when the ranks are to be ended for a failure, on the monotonic clock; infinite: there is none."""
         raise NotImplementedError
@@ -110,7 +114,7 @@ def run(ranks: Ranks, output: Output) -> int:
             _sweep(ranks, spare)
             shared_memory_cleanup.sweep(began)
         _drain(output, signals)
-        told = output.records.per_rank()
+        told = [record for record in output.records.per_rank() if ranks.counts(record.rank)]
         recorded = {record.rank for record in told}
         records = told + [record for record in ranks.failures() if record.rank not in recorded or record.lost]
         first = culprit(record for record in records if not ended_by or record.time < when)

@@ -308,8 +308,3 @@ IGNORED = (
         "lines are tagged with their rank; --no-tag leaves them as they are",
     ),
 )
-REFUSED = (
-    *("--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host", "--host-discovery-script"),
-    *("--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range"),
-)
-"""Horovod's options for elastic jobs, which are not supported."""

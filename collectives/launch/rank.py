@@ -15,9 +15,9 @@ the rank, one letter, the bytes with DLE and line feed escaped, and a line feed:
     x       a failure seen from outside (an exception before ``init()``, ``os._exit``, ``kill -9``), a line of JSON
 
 The rank's stdout and stderr are pseudo-terminals if the launcher's own are terminals, for progress bars and colours.
-Signals are forwarded, and the rank is killed if the launcher dies, with the processes that it has started. With
-``--output-filename DIR`` the output is also written to ``DIR/rank.N``. The exit code is the rank's, 128 + N for signal
-N.
+Signals are forwarded, and the rank is killed if the launcher dies, or on SIGQUIT, with the processes that it has
+started; a member of an elastic job leaves none of them behind in any case. With ``--output-filename DIR`` the output is
+also written to ``DIR/rank.N``. The exit code is the rank's, 128 + N for signal N.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
     for number in PASSED_ON:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: _send_signal(child, number))
+    signal.signal(signal.SIGQUIT, lambda number, frame: _kill_group(child))
     wake, waker = os.pipe()
     for end in (wake, waker):
         os.set_blocking(end, False)
@@ -149,6 +150,8 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
                 _send_signal(child, signal.SIGKILL)
     # The rank's last output is in the pipe, which a process that it left behind may hold open: do not wait for its end.
     _drain(rank, sources, copies)
+    if "COLLECTIVES_MEMBER" in os.environ:
+        _kill_group(child)  # the job goes on, and needs what they hold
     code = os.waitstatus_to_exitcode(status)
     code = 128 - code if code < 0 else code
     _write(rank, b"r", records.left())

@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
@@ -54,16 +54,27 @@ _FIRST_NAP, _LONGEST_NAP = 0.02, 0.5
 
 
 class StoreServer:
-    """Serves a store to who holds the job's key; arguments, ``address`` and errors as of `Listener`."""
+    """Serves a store to who holds the job's key; arguments, ``address`` and errors as of `Listener`.
 
-    def __init__(self, service: Service, host: str, port: int, key: bytes) -> None:
-        self._service = service
+    Args:
+        heard: is called with every key that a client sets and its value, in the service's thread.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        host: str,
+        port: int,
+        key: bytes,
+        heard: Callable[[str, bytes], object] = lambda key, value: None,
+    ) -> None:
+        self._service, self._heard = service, heard
         self._values: dict[str, bytes] = {}
         self._bytes = 0
         self._awaited: weakref.WeakValueDictionary[str, asyncio.Event] = weakref.WeakValueDictionary()
         self._clients: weakref.WeakSet[asyncio.Task[None]] = weakref.WeakSet()
-        self._listener = Listener(service, host, port, key, self._accepted)
-        self.address = self._listener.address
+        self._key, self._listeners = key, [Listener(service, host, port, key, self._accepted)]
+        self.address = self._listeners[0].address
 
     def _accepted(self, hello: bytes, sock: Connection) -> None:
         if hello != _hello(sock.getsockname()[1]):
@@ -94,12 +105,16 @@ class StoreServer:
         self, operation: bytes, keys: Sequence[str], value: bytes, seconds: float
     ) -> tuple[bytes, bytes]:
         if operation == _SET:
-            return self._set(keys[0], value)
+            outcome = self._set(keys[0], value)
+            self._heard(keys[0], value)
+            return outcome
         if any(key not in self._values for key in keys):
             try:
                 await asyncio.wait_for(self._arrived(keys), min(seconds, _WAIT_AT_ONCE))
             except asyncio.TimeoutError:
                 return _ABSENT, b""
+            if keys[0] not in self._values:
+                return _ABSENT, b""  # dropped meanwhile
         return _DONE, self._values[keys[0]] if operation == _GET else b""
 
     def _set(self, key: str, value: bytes) -> tuple[bytes, bytes]:
@@ -119,8 +134,26 @@ class StoreServer:
                 event = self._awaited.setdefault(key, asyncio.Event())
                 await event.wait()
 
+    def listen(self, host: str) -> tuple[str, int]:
+        """Listen on a further address, which is returned."""
+        self._listeners.append(Listener(self._service, host, 0, self._key, self._accepted))
+        return self._listeners[-1].address
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key, from any thread; ignored where the store is full."""
+        self._service.call(self._set, key, value)
+
+    def drop(self, prefix: str) -> None:
+        """Forget all keys that begin so, from any thread."""
+        self._service.call(self._drop, prefix)
+
+    def _drop(self, prefix: str) -> None:
+        for key in [key for key in self._values if key.startswith(prefix)]:
+            self._bytes -= len(key) + len(self._values.pop(key))
+
     def close(self) -> None:
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._service.call(lambda: [task.cancel() for task in list(self._clients)])
 
 

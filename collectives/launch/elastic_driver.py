@@ -1,0 +1,560 @@
+"""Which processes an elastic job has, and which of them are its ranks: the decisions, without any process or clock.
+
+A *member* is a process, with a number that is never used again. A *generation* is a world: a number, and its members in
+the order of their ranks. The driver is told what members say at the store, which processes and hosts have ended, what
+hosts there are, and the time; it answers with actions, which `elastic_agents` carries out.
+
+    here -> in generation 1         ended -> in the next generation         finished -> exits
+    here -> alone, warms up -> ready -> in the next generation
+
+A generation ends when one of its members ends or says so. The next one forms when all others have said so too: first
+they, in their order, then newcomers that are ready.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from collectives.launch.elastic_hosts import HostTable
+from collectives.launch.hosts import Host
+
+WAITING_EVERY = 10.0
+"""Seconds between lines that say what is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the user wants.
+
+    Attributes:
+        smallest, largest: numbers of ranks; ``largest`` None: as many as the hosts take.
+        elastic_timeout: seconds that the job waits for what it lacks.
+        grace: seconds that members have to end a generation, after the first has.
+        reset_limit: the largest number of generations after the first; None: any.
+        cooldown: see `HostTable`.
+        blacklist_host: whether the failure of a member blacklists its host.
+        spares: members that are kept ready beyond the largest number of ranks.
+    """
+
+    smallest: int = 1
+    largest: int | None = None
+    elastic_timeout: float = 600.0
+    grace: float = 10.0
+    reset_limit: int | None = None
+    cooldown: tuple[float, float] | None = None
+    blacklist_host: bool = False
+    spares: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a process."""
+
+    member: int
+    host: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill a process, with its children."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """Set a key of the store."""
+
+    key: str
+    value: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Remove the keys of the store that begin so."""
+
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What has happened, for people (``text``) and for programs."""
+
+    kind: str
+    text: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def line(self, time: float) -> str:
+        """Return it as a line of JSON."""
+        return json.dumps({"time": time, "event": self.kind, **self.fields, "text": self.text})
+
+
+Action = Start | Kill | Set | Drop | Event
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of the job: its exit code, and why, if no member's failure says it."""
+
+    code: int
+    text: str = ""
+
+
+class State(Enum):
+    """How far a member is."""
+
+    STARTED = "has not called init()"
+    HERE = "waits for the first generation"
+    ALONE = "warms up"
+    READY = "waits to be admitted"
+    IN = "is in the generation"
+    WAITING = "waits for the next generation"
+    FINISHED = "has finished"
+    FAILED = "is about to end"
+    GONE = "is being ended"
+
+
+@dataclass(slots=True)
+class Member:
+    """A process.
+
+    Attributes:
+        question: the number of what it has said last; if it waits, that is answered.
+        born: the generation in which it was admitted; 0: none yet.
+        since: when it got into its state.
+    """
+
+    number: int
+    host: str
+    slot: int
+    since: float
+    state: State = State.STARTED
+    question: int = 0
+    born: int = 0
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.host, self.slot
+
+
+_KILLED = 128 + signal.SIGKILL
+_NEW = (State.STARTED, State.HERE, State.ALONE, State.READY)
+_ENDS = (State.FINISHED, State.FAILED, State.GONE)
+_WAITS = (State.HERE, State.READY, State.WAITING)
+
+
+class Driver:
+    """The decisions of one job.
+
+    Attributes:
+        members: the living processes by number.
+        generation, ranks: the number of the newest generation (0: none yet), and its members by rank.
+        failed: members whose failures no later generation has survived, in order.
+        end: how the job has ended; None: it goes on.
+    """
+
+    def __init__(self, rules: Rules, now: float, random: Callable[[], float]) -> None:
+        self.rules = rules
+        self.hosts = HostTable(rules.cooldown, random)
+        self.members: dict[int, Member] = {}
+        self.generation = 0
+        self.ranks: tuple[int, ...] = ()
+        self.failed: list[int] = []
+        self.end: End | None = None
+        self._actions: list[Action] = []
+        self._next = 0
+        self._recovers = self._finishing = self._closed = False
+        """Whether some member can recover from failures, whether one has finished, and whether no more are started."""
+        self._waiting_since = now
+        """When what is waited for was first missed: hosts, the first generation, or the next one."""
+        self._ends_by: float | None = None
+        """When members that have not ended the generation count as dead; None: none has ended it."""
+        self._ended = True
+        self._why = ""
+        self._said_waiting = now
+        self._codes: dict[int, int] = {}
+        self._notices = 0
+        self._noticed: set[str] = set()
+        self._left: set[tuple[str, int]] = set()
+        """Places whose members have left, which are not filled unless ranks are missing."""
+
+    # What is told
+
+    def discovered(self, hosts: Iterable[Host], now: float) -> list[Action]:
+        """Take note of the hosts that there are."""
+        added, removed = self.hosts.update(hosts)
+        for name in added:
+            slots = self.hosts.slots[name]
+            self._event("host_added", f"host {name} takes {slots} {_ranks(slots)}", host=name, slots=slots)
+        for name in removed:
+            self._left = {place for place in self._left if place[0] != name}
+            self._event("host_removed", f"host {name} was removed", host=name)
+        return self.tick(now)
+
+    def said(self, number: int, question: int, thing: Mapping[str, Any], now: float) -> list[Action]:
+        """Take note of what a member says; a repetition changes nothing."""
+        member = self.members.get(number)
+        if member is None or member.state is State.GONE or question <= member.question:
+            return []
+        member.question, member.since = question, now
+        what = thing.get("what")
+        if what == "here":
+            self._here(member)
+        elif what == "runs":
+            self._recovers = True
+        elif what == "ended" and member.number in self.ranks:
+            member.state = State.WAITING
+            self._end_generation(f"member {number}: {thing.get('why') or 'it has ended here'}", now)
+            if self._ends_by is None:
+                self._ends_by = now + self.rules.grace
+        elif what in ("ready", "ended"):
+            member.state = State.READY
+            self.hosts.became_ready(member.host)
+            self._event("ready", f"member {number} on {member.host} is ready", member=number, host=member.host)
+        elif what == "failed" and self._recovers and member.state is State.IN:
+            member.state = State.FAILED
+            self._end_generation(f"member {number} on {member.host} failed: {thing.get('why')}", now)
+        elif what == "finished":
+            member.state = State.FINISHED
+            if not self._finishing:
+                self.failed.clear()  # the others finish without those
+            self._finishing = self._closed = True
+            self._event("finished", f"member {number} has finished", member=number, host=member.host)
+        return self.tick(now)
+
+    def exited(self, number: int, code: int, now: float) -> list[Action]:
+        """Take note of the end of a process."""
+        member = self.members.pop(number, None)
+        if member is None:
+            return []
+        self._actions.append(Drop(f"elastic/said/{number}/"))
+        self._actions.append(Drop(f"elastic/answer/{number}/"))
+        if self.end is not None:
+            if code and number in self.ranks:
+                self._fail(member, code)
+        elif member.state is not State.GONE:
+            self._died(member, code, now)
+        return self.tick(now)
+
+    def host_lost(self, host: str, why: str, now: float) -> list[Action]:
+        """Take note that nothing runs on a host any more."""
+        lost = [member for member in self.members.values() if member.host == host]
+        self._event("host_lost", why, host=host)
+        if host in self.hosts.slots:
+            self._blacklist(host, "it was lost", now)
+        for member in lost:
+            del self.members[member.number]
+            if member.state is not State.GONE:
+                self._bury(member, 1, "is lost with its host", now)
+        if lost and self.generation and not self._recovers:
+            self._finish(End(1, why))
+        return self.tick(now)
+
+    def give_up(self, text: str) -> list[Action]:
+        """End the job, because it cannot go on."""
+        self._give_up(text)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def interrupted(self) -> None:
+        """Start and replace no more members: the job is being ended from outside."""
+        self.end = self.end or End(1)
+
+    def tick(self, now: float) -> list[Action]:
+        """Do what is due, and return what is to be done."""
+        if self.end is None:
+            self._clear_places(now)
+            self._fill(now)
+            self._form(now)
+            self._notify(now)
+            self._look_for_end()
+        actions, self._actions = self._actions, []
+        return actions
+
+    # Members
+
+    def _here(self, member: Member) -> None:
+        if self.generation == 0:
+            member.state = State.HERE
+        else:
+            member.state = State.ALONE
+            self._answer(member, {"alone": True})
+
+    def _died(self, member: Member, code: int, now: float) -> None:
+        """Take note of a process that has ended by itself."""
+        newcomer, host, how = self.generation > 0 and not member.born, member.host, _how(code)
+        if member.state is State.FINISHED:
+            if code:
+                self._event(
+                    "died", f"member {member.number} on {host} {how} after it had finished", **_of(member, code)
+                )
+                self._fail(member, code)
+        elif code == 0 and not self._recovers:
+            self._closed = True  # a process that needs no others, as in jobs that are not elastic
+        else:
+            self._bury(member, code, how, now)
+            if not self._recovers:
+                self.failed = self.failed or [member.number]
+                self._finish(End(code))
+            elif code == 0:
+                self._left.add(member.place)
+            elif self.rules.blacklist_host:
+                self._blacklist(host, f"member {member.number} has failed there", now)
+            elif newcomer and self.hosts.died_early(host):
+                self._blacklist(host, "several members in a row have died there before they were ready", now)
+
+    def _bury(self, member: Member, code: int, how: str, now: float) -> None:
+        """Take note of the end of a member that has not finished, whatever the cause."""
+        number = member.number
+        self._event("died" if code else "left", f"member {number} on {member.host} {how}", **_of(member, code), why=how)
+        if number in self.ranks:
+            if code and not self._finishing:
+                self._fail(member, code)
+            self._end_generation(f"member {number} on {member.host} {how}", now)
+
+    def _fail(self, member: Member, code: int) -> None:
+        self.failed.append(member.number)
+        self._codes[member.number] = code
+
+    def _kill(self, member: Member, why: str, now: float) -> None:
+        self._bury(member, _KILLED, why, now)
+        member.state = State.GONE
+        self._actions.append(Kill(member.number))
+
+    def _blacklist(self, host: str, why: str, now: float) -> None:
+        seconds = self.hosts.blacklist(host, now)
+        time = "" if seconds == math.inf else f" for {seconds:.1f} s"
+        self._event("blacklisted", f"host {host} is blacklisted{time}: {why}", host=host, why=why)
+        for member in list(self.members.values()):
+            if member.host == host and member.state not in (State.FINISHED, State.GONE):
+                self._kill(member, "was ended: its host is blacklisted", now)
+
+    def _clear_places(self, now: float) -> None:
+        """End newcomers whose hosts are gone, and members that have failed and do not end."""
+        for member in list(self.members.values()):
+            if member.state is State.FAILED and now >= member.since + self.rules.grace:
+                self._kill(member, "was ended: it has failed, and does not end", now)
+            elif member.state in _NEW and not self.hosts.keeps(member.place, now):
+                if member.state is State.READY:
+                    self._stop(member, "its host was removed")
+                else:
+                    self._kill(member, "was ended: its host was removed", now)
+
+    def _fill(self, now: float) -> None:
+        """Start members where there is room."""
+        free = self.hosts.free([member.place for member in self.members.values()], now)
+        if self._next == 0:
+            if len(free) < self.rules.smallest:
+                return
+            self._waiting_since = self._said_waiting = now
+        elif self._closed or not (self._recovers or self.generation == 0):
+            return
+        living = [
+            member
+            for member in self.members.values()
+            if member.state not in _ENDS and self.hosts.keeps(member.place, now)
+        ]
+        largest = math.inf if self.rules.largest is None else self.rules.largest
+        wanted = largest + (self.rules.spares if self._recovers else 0) - len(living)
+        if len(living) >= self.rules.smallest:
+            free = [place for place in free if place not in self._left]
+        for host, slot in free[: max(0, int(min(wanted, len(free))))]:
+            self._left.discard((host, slot))
+            number, self._next = self._next, self._next + 1
+            self.members[number] = Member(number, host, slot, now)
+            self._actions.append(Start(number, host, slot))
+            self._event("started", f"member {number} starts on {host}", member=number, host=host, slot=slot)
+
+    # Generations
+
+    def _end_generation(self, why: str, now: float) -> None:
+        if not self._ended:
+            self._ended, self._why = True, why
+            self._waiting_since = self._said_waiting = now
+            self._event("ended", f"generation {self.generation} has ended: {why}", generation=self.generation, why=why)
+
+    def _form(self, now: float) -> None:
+        """Form the next generation, if one is due and all are there."""
+        if not self._ended:
+            return
+        missing = self._missing()
+        if missing and self._ends_by is not None and now >= self._ends_by:
+            for member in missing:
+                self._kill(member, f"was declared dead: it has not ended generation {self.generation} in time", now)
+            missing = []
+        if self.generation == 0:
+            here = [member for member in self.members.values() if member.state is State.HERE]
+            if missing or len(here) < self.rules.smallest:
+                self._wait(missing, len(here), now)
+            else:
+                self._publish(here, now)
+            return
+        if missing:
+            return
+        waiting = [self.members[rank] for rank in self.ranks if self._state(rank) is State.WAITING]
+        if not waiting:
+            return
+        staying = [member for member in waiting if self.hosts.keeps(member.place, now)]
+        room = math.inf if self.rules.largest is None else self.rules.largest - len(staying)
+        near = {member.host for member in staying}
+        ready = [member for member in self.members.values() if member.state is State.READY and not self._finishing]
+        ready.sort(key=lambda member: (member.host not in near, member.since, member.number))
+        newcomers = ready[: max(0, int(min(room, len(ready))))]
+        if len(staying) + len(newcomers) < (1 if self._finishing else self.rules.smallest):
+            self._wait(missing, len(staying) + len(newcomers), now)
+            return
+        for member in waiting:
+            if staying and member not in staying:
+                self._stop(member, "its host was removed")
+        # Where all hosts have been replaced, the old members stay for one more generation: they have the state.
+        self._publish((staying or waiting) + newcomers, now)
+
+    def _missing(self) -> list[Member]:
+        """Return the members without which the next generation cannot form."""
+        if self.generation == 0:
+            return [member for member in self.members.values() if member.state is State.STARTED]
+        return [self.members[rank] for rank in self.ranks if self._state(rank) is State.IN]
+
+    def _state(self, number: int) -> State:
+        return self.members[number].state if number in self.members else State.GONE
+
+    def _wait(self, missing: Sequence[Member], size: int, now: float) -> None:
+        """Say what is missing, now and then; give up in the end."""
+        seconds = now - self._waiting_since
+        if missing:
+            lacking = f"{_numbered(missing)} to call init()"
+        else:
+            lacking = f"{self.rules.smallest - size} more {_ranks(self.rules.smallest - size)}"
+            new = [member for member in self.members.values() if member.state in (State.STARTED, State.ALONE)]
+            lacking += f" ({_numbered(new)} on the way)" if new else " (no host has room)"
+        if seconds >= self.rules.elastic_timeout:
+            self._give_up(f"waited {seconds:.0f} s for {lacking} (--elastic-timeout)")
+        elif now - self._said_waiting >= WAITING_EVERY:
+            self._said_waiting = now
+            self._event("waiting", f"waiting since {seconds:.0f} s for {lacking}", seconds=seconds)
+
+    def _publish(self, members: Sequence[Member], now: float) -> None:
+        limit = self.rules.reset_limit
+        if limit is not None and self.generation > limit:
+            self._give_up(f"Horovod was shutdown because number of resets during elastic job exceeded limit: {limit}")
+            return
+        for member in self._living_newcomers(members):
+            self._event("joined", f"member {member.number} on {member.host} joins", **_of(member, None))
+        if self.generation:
+            self._actions.append(Drop(f"elastic/g{self.generation}/"))
+        self.generation += 1
+        self.ranks = tuple(member.number for member in members)
+        for member in members:
+            member.born = member.born or self.generation
+            member.state, member.since = State.IN, now
+        answer = {
+            "generation": self.generation,
+            "members": list(self.ranks),
+            "born": [member.born for member in members],
+        }
+        for member in members:
+            self._answer(member, answer)
+        seconds = now - self._waiting_since
+        self._event(
+            "generation",
+            f"generation {self.generation}: {len(members)} {_ranks(len(members))}, {_numbered(members)}; formed in "
+            f"{seconds:.2f} s" + (f" ({self._why})" if self._why else ""),
+            **answer,
+            hosts=[member.host for member in members],
+            seconds=seconds,
+            why=self._why,
+        )
+        self.failed.clear()
+        self._ended, self._ends_by, self._why = False, None, ""
+        self._noticed.clear()
+
+    def _living_newcomers(self, members: Sequence[Member]) -> list[Member]:
+        return [member for member in members if not member.born] if self.generation else []
+
+    def _notify(self, now: float) -> None:
+        """Have the members end the generation at their next commit, where there is a reason."""
+        if self._ended or self._finishing:
+            return
+        ranks = [self.members[rank] for rank in self.ranks if rank in self.members]
+        staying = [member for member in ranks if self.hosts.keeps(member.place, now)]
+        reasons = {"removed"} if len(staying) < len(ranks) else set()
+        ready = [member for member in self.members.values() if member.state is State.READY]
+        on_the_way = any(member.state in (State.STARTED, State.ALONE) for member in self.members.values())
+        fits = bool(ready) and (self.rules.largest is None or len(staying) < self.rules.largest)
+        # All together, if they come close to each other.
+        if fits and (not on_the_way or now >= min(member.since for member in ready) + self.rules.grace):
+            reasons.add("added")
+        if reasons - self._noticed:
+            self._notices += 1
+            flags = {word: word in reasons - self._noticed for word in ("added", "removed")}
+            self._noticed |= reasons
+            self._actions.append(Set(f"elastic/notice/{self._notices}", {"generation": self.generation, **flags}))
+            words = " and ".join(word for word, state in flags.items() if state)
+            self._event("notice", f"hosts were {words}: generation {self.generation} ends at the next commit", **flags)
+
+    # The end
+
+    def _stop(self, member: Member, why: str) -> None:
+        self._answer(member, {"stop": why})
+        member.state = State.GONE
+        self._event("stopped", f"member {member.number} on {member.host} is told to end: {why}", **_of(member, None))
+
+    def _give_up(self, text: str) -> None:
+        for member in self.members.values():
+            if member.state in _WAITS:
+                self._answer(member, {"give_up": text})
+        self._event("gave_up", text)
+        self._finish(End(self._codes[self.failed[0]] if self.failed else 1, text))
+
+    def _look_for_end(self) -> None:
+        ranks = [rank for rank in self.ranks if self._state(rank) is not State.GONE]
+        if self._finishing:
+            for member in self.members.values():
+                if member.state is State.READY:
+                    self._stop(member, "the job is done")
+            if not ranks:
+                self._finish(End(self._codes[self.failed[0]] if self.failed else 0))
+        elif self.generation and not ranks:
+            text = "all ranks have ended, and the state with them" if self._recovers else ""
+            self._finish(End(self._codes[self.failed[0]] if self.failed else int(self._recovers), text))
+        elif self._next and not self.members and self._closed:
+            self._finish(End(0))
+
+    def _finish(self, end: End) -> None:
+        if self.end is None:
+            self.end = end
+            self._event("done", f"the job has ended with exit code {end.code}", code=end.code, failed=list(self.failed))
+
+    def _answer(self, member: Member, answer: Mapping[str, Any]) -> None:
+        self._actions.append(Set(f"elastic/answer/{member.number}/{member.question}", answer))
+
+    def _event(self, kind: str, text: str, **fields: Any) -> None:
+        self._actions.append(Event(kind, text, fields))
+
+
+def _of(member: Member, code: int | None) -> dict[str, Any]:
+    return {"member": member.number, "host": member.host, **({} if code is None else {"code": code})}
+
+
+def _how(code: int) -> str:
+    if code > 128 and code - 128 in set(signal.Signals):
+        return f"was killed by {signal.Signals(code - 128).name}"
+    return f"failed with exit code {code}" if code else "has left (exit code 0)"
+
+
+def _ranks(number: int) -> str:
+    return "rank" if number == 1 else "ranks"
+
+
+def _numbered(members: Sequence[Member]) -> str:
+    numbers = ", ".join(str(member.number) for member in members[:8])
+    return f"member{'s' if len(members) > 1 else ''} {numbers}" + (
+        f" and {len(members) - 8} more" if len(members) > 8 else ""
+    )

@@ -1,0 +1,122 @@
+"""The options of elastic jobs: the parser's part, and what they say together."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from collectives.base.config import Config
+from collectives.base.errors import InvalidArgumentError
+from collectives.launch.discovery import Found, run_script
+from collectives.launch.elastic_driver import Rules
+from collectives.launch.hosts import Host
+
+Number = Callable[[str], object]
+
+_TIMEOUTS = ("COLLECTIVES_ELASTIC_TIMEOUT", "HOROVOD_ELASTIC_TIMEOUT")
+_NEEDS = {
+    "max_np": "--max-np",
+    "slots_per_host": "--slots-per-host",
+    "elastic_timeout": "--elastic-timeout",
+    "reset_limit": "--reset-limit",
+    "blacklist_cooldown_range": "--blacklist-cooldown-range",
+    "on_rank_failure": "--on-rank-failure",
+    "warm_spares": "--warm-spares",
+    "elastic_events": "--elastic-events",
+}
+"""Options that say nothing about other jobs."""
+
+
+def add_to(parser: argparse.ArgumentParser, positive: Number, count: Number, seconds: Number) -> None:
+    """Add the options to a parser; the functions are types of their values."""
+    group = parser.add_argument_group("elastic jobs (with --min-np or --host-discovery-script)")
+    add = group.add_argument
+    add("--min-np", "--min-num-proc", metavar="N", type=positive, help="fewest ranks to run with (default: -np)")
+    add("--max-np", "--max-num-proc", metavar="N", type=positive, help="most ranks (default: -np, or all slots)")
+    script = add("--host-discovery-script", metavar="COMMAND")
+    script.help = "prints the hosts that there are now, one a line: 'host' or 'host:slots'; run every second"
+    slots = add("--slots-per-host", "--slots", metavar="N", type=positive)
+    slots.help = "ranks on a host for which the script prints no number (default: 1)"
+    timeout = add("--elastic-timeout", metavar="SECONDS", type=seconds)
+    timeout.help = "how long the job waits for missing ranks (default: 600)"
+    limit = add("--reset-limit", metavar="N", type=count)
+    limit.help = "how often the ranks may change before the job gives up (default: any number of times)"
+    cooldown = add("--blacklist-cooldown-range", metavar=("MIN", "MAX"), type=seconds, nargs=2)
+    cooldown.help = "seconds for which a host is blacklisted, twice as long each time (default: for ever)"
+    failure = add("--on-rank-failure", choices=("rank", "host"))
+    failure.help = "replace the rank, or blacklist its host, as horovodrun does (default: rank)"
+    spares = add("--warm-spares", metavar="N", type=count)
+    spares.help = "ranks beyond --max-np that are kept ready, where hosts have slots for them (default: 0)"
+    events = add("--elastic-events", metavar="FILE", action="append")
+    events.help = "append what happens to a file, as lines of JSON"
+
+
+def wanted(options: argparse.Namespace) -> bool:
+    """Whether parsed options ask for an elastic job. InvalidArgumentError: some have no meaning, or not together."""
+    if options.host_discovery_script is None and options.min_np is None:
+        lone = next((flag for name, flag in _NEEDS.items() if getattr(options, name) is not None), None)
+        if lone is not None:
+            raise InvalidArgumentError(f"{lone}: only elastic jobs have it; see --min-np and --host-discovery-script")
+        return False
+    if options.launcher == "mpi":
+        raise InvalidArgumentError(
+            "--launcher mpi: MPI ends all ranks when one fails, and starts no further ones; elastic jobs need "
+            "--launcher ssh"
+        )
+    if options.host_discovery_script is not None and (options.hosts or options.hostfile):
+        raise InvalidArgumentError("--host-discovery-script: expected it or --hosts or --hostfile, got two of them")
+    if options.slots_per_host is not None and options.host_discovery_script is None:
+        raise InvalidArgumentError("--slots-per-host: only for --host-discovery-script; write --hosts host:N,...")
+    smallest, largest = _sizes(options)
+    for flag, text, holds in (
+        ("--min-np", f"at most -np {options.ranks}", options.ranks is None or smallest <= options.ranks),
+        ("--max-np", f"at least -np {options.ranks}", None in (options.ranks, largest) or largest >= options.ranks),
+        ("--max-np", f"at least --min-np {smallest}", largest is None or largest >= smallest),
+    ):
+        if not holds:
+            raise InvalidArgumentError(f"{flag}: expected {text}, got {smallest if 'min' in flag else largest}")
+    cooldown = options.blacklist_cooldown_range
+    if cooldown is not None and not 1 <= cooldown[0] <= cooldown[1] <= 3600:
+        raise InvalidArgumentError(
+            f"--blacklist-cooldown-range: expected two numbers of seconds from 1 to 3600, the smaller first, got "
+            f"{cooldown[0]:g} {cooldown[1]:g}"
+        )
+    return True
+
+
+def _sizes(options: argparse.Namespace) -> tuple[int, int | None]:
+    smallest = next((number for number in (options.min_np, options.ranks) if number is not None), 1)
+    return smallest, options.ranks if options.max_np is None else options.max_np
+
+
+def rules(options: argparse.Namespace, environment: Mapping[str, str], config: Config) -> Rules:
+    """Return the rules that parsed options make; what they leave open, the environment may say."""
+    smallest, largest = _sizes(options)
+    timeout = options.elastic_timeout
+    for name in _TIMEOUTS:
+        text = environment.get(name, "")
+        if timeout is None and text:
+            try:
+                timeout = float(text)
+            except ValueError:
+                raise InvalidArgumentError(f"{name}: expected a number of seconds, got {text!r}") from None
+    return Rules(
+        smallest=smallest,
+        largest=largest,
+        elastic_timeout=Rules().elastic_timeout if timeout is None else timeout,
+        grace=config.peer_timeout,
+        reset_limit=options.reset_limit,
+        cooldown=options.blacklist_cooldown_range and (*options.blacklist_cooldown_range,),
+        blacklist_host=(options.on_rank_failure or ("host" if options.as_horovod else "rank")) == "host",
+        spares=options.warm_spares or 0,
+    )
+
+
+def hosts_of(options: argparse.Namespace, hosts: Sequence[Host]) -> Callable[[], Found] | Found:
+    """Return what finds the hosts; or the hosts, if they are fixed: those named, or this one."""
+    if options.host_discovery_script is not None:
+        return partial(run_script, options.host_discovery_script, options.slots_per_host or 1)
+    if hosts:
+        return hosts
+    return (Host("localhost", (_sizes(options)[1] or 1) + (options.warm_spares or 0)),)

@@ -1,0 +1,166 @@
+"""One agent, as the launcher sees it: a child of this process, or of ssh."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from collectives.launch import agent, ssh
+from collectives.launch.agent import MARK
+from collectives.launch.output import listed
+from collectives.launch.records import Record
+
+_PATIENT_AGENT = 3
+"""Silence of the launcher after which an agent elsewhere ends its ranks, in multiples of ``peer_timeout``."""
+_READ = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class HostRanks:
+    """The ranks of one host; ``host`` is empty for this one."""
+
+    host: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        host = self.host or os.uname().nodename
+        return f"{listed(self.ranks)} on {host}" if self.ranks else f"the members on {host}"
+
+
+class HostAgent:
+    """One agent.
+
+    Attributes:
+        ready, done, lost: how far it is: it has answered; its ranks have ended; it is given up.
+        left: the ranks that run.
+        ended: ranks that have ended, each with its exit code.
+        died: records of ranks that have ended with a failure; ``died_at``: when the first has, on the monotonic clock.
+        heard: when it last said anything; ``start_by``: by when it has to.
+        pending: orders that are not written yet.
+        free_port, address: of its host, once it is ready; the address is empty where ssh does not tell it.
+    """
+
+    def __init__(self, place: HostRanks, environment: Mapping[str, str], remote: ssh.Ssh) -> None:
+        self.place = place
+        self.ready = self.done = self.lost = self.closed = False
+        self.left = set(place.ranks)
+        self.ended: list[tuple[int, int]] = []
+        self.died: list[Record] = []
+        self.died_at = float("inf")
+        self.heard = 0.0
+        self.pending = bytearray()
+        self.free_port = self.address = ""
+        self._received = b""
+        command = [sys.executable, "-I", "-S", agent.__file__]
+        self.start_by, self._start_within = 0.0, remote.timeout
+        self._command = remote.command(place.host, command) if place.host else command
+        self._environment = environment
+        self._stdin: int | None = None
+
+    def start(self) -> None:
+        """Start the agent, or ssh for it."""
+        self.start_by = time.monotonic() + self._start_within
+        if not self.place.host and 0 in self.place.ranks:
+            self._stdin = os.dup(0)
+        self.process = subprocess.Popen(
+            self._command,
+            env=dict(self._environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=() if self._stdin is None else (self._stdin,),
+            start_new_session=True,
+            preexec_fn=agent.die_with_parent(),
+        )
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        self.orders: IO[bytes] = self.process.stdin
+        self.answers: IO[bytes] = self.process.stdout
+        self.words: IO[bytes] = self.process.stderr
+        for file in (self.orders, self.answers):
+            os.set_blocking(file.fileno(), False)
+
+    def send(self, command: Sequence[str], environment: Mapping[str, str], size: int, peer_timeout: float) -> None:
+        """Send the task. An agent without ranks stays, and starts those that `begin` sends later."""
+        task = {
+            "command": list(command),
+            "environment": ssh.environment_for_others(environment) if self.place.host else dict(environment),
+            "folder": os.getcwd(),
+            "patience": _PATIENT_AGENT * peer_timeout if self.place.host else 0,
+            "ranks": [
+                {
+                    "COLLECTIVES_RANK": str(rank),
+                    "COLLECTIVES_SIZE": str(size),
+                    "COLLECTIVES_LOCAL_RANK": str(local_rank),
+                    "LOCAL_WORLD_SIZE": str(len(self.place.ranks)),
+                }
+                for local_rank, rank in enumerate(self.place.ranks)
+            ],
+            "stdin": self._stdin,
+            "stays": not self.place.ranks,
+        }
+        self.pending += json.dumps(task).encode() + b"\n"
+        self.heard = time.monotonic()
+
+    def begin(self, rank: int, variables: Mapping[str, str]) -> None:
+        """Have a rank started, of an agent that stays."""
+        self.left.add(rank)
+        self.order(f"start {json.dumps(dict(variables))}")
+
+    def order(self, order: str) -> None:
+        """Send an order."""
+        if not self.closed:
+            self.pending += f"{order}\n".encode()
+
+    def write(self) -> None:
+        """Write orders, as many as can be written."""
+        if self.closed:
+            return
+        try:
+            with contextlib.suppress(BlockingIOError):
+                while self.pending:
+                    del self.pending[: os.write(self.orders.fileno(), self.pending)]
+        except OSError:
+            self.pending.clear()  # it has ended, as will be noticed
+
+    def read(self, now: float) -> None:
+        """Read what it has to say."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.answers.fileno(), _READ):
+                self.heard = now
+                *lines, self._received = (self._received + data).split(b"\n")
+                for line in lines:
+                    _, mark, said = line.rpartition(MARK)
+                    if mark:
+                        self._take(said.decode(errors="replace").split(), now)
+            self.closed = True
+
+    def _take(self, words: Sequence[str], now: float) -> None:
+        if words[:1] == ["ready"]:
+            self.ready = True
+            self.free_port, self.address = (*words[1:], "")[:2]
+        elif words == ["done"]:
+            self.done = True
+        elif len(words) == 3 and words[0] == "ended":
+            rank, code = int(words[1]), int(words[2])
+            self.left.discard(rank)
+            self.ended.append((rank, code))
+            if code:
+                host = self.place.host or os.uname().nodename
+                self.died.append(Record(rank, code, "", time.time(), host))
+                self.died_at = min(self.died_at, now)
+
+    def close(self) -> None:
+        """Close the streams."""
+        for file in (self.orders, self.answers, self.words):
+            with contextlib.suppress(OSError):
+                file.close()
+        if self._stdin is not None:
+            os.close(self._stdin)
+            self._stdin = None

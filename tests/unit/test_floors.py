@@ -32,6 +32,7 @@ ORDER = (
     "worlds",
     "face",
     "frontends",
+    "elastic",
     "adapters",
     "programs",
 )

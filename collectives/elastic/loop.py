@@ -1,0 +1,150 @@
+"""`run`: a training function that survives the loss of ranks, and takes in new ones.
+
+enter       wait to be admitted, as a newcomer
+sync        all ranks get the state of those that have committed the most
+func        until it returns, or one of these is raised
+            RecoverableError          restore the last commit
+            HostsUpdatedInterrupt     keep the state
+renew       the survivors and the newcomers become the default world
+on_reset    the program's callbacks, on all ranks; then back to sync
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+
+import numpy as np
+
+from collectives.base.errors import InvalidArgumentError, RecoverableError
+from collectives.base.reduce_op import Op
+from collectives.elastic.events import tell
+from collectives.elastic.state import HostsUpdatedInterrupt, State
+from collectives.worlds import generations, runtime
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+_Training = Callable[Concatenate[Any, Parameters], Result]
+
+
+@overload
+def run(func: _Training[Parameters, Result]) -> _Training[Parameters, Result]: ...
+
+
+@overload
+def run(
+    *, recover: str = ..., reset_limit: int | None = ...
+) -> Callable[[_Training[Parameters, Result]], _Training[Parameters, Result]]: ...
+
+
+def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None = 3) -> Any:
+    """Decorate a training function, whose first argument is its `State`, so that it goes on when ranks come and go.
+
+    The function is called again whenever the ranks have changed, with the state of the last commit after a failure, and
+    the present one after a `HostsUpdatedInterrupt`. Before it, `collectives.init` has been called; between that and the
+    function a rank may do what it likes, but call no collective: newcomers do it while the others train.
+
+    Args:
+        recover: "restore": return to the last commit.
+        reset_limit: after so many failures without a commit in between, the first of these errors is raised; None: no
+            limit.
+
+    Returns:
+        A function with the same arguments and result.
+
+    Raises:
+        InvalidArgumentError: there is no such ``recover``.
+        Whatever the training function raises that a new start cannot cure, a MismatchError included.
+
+    Example:
+        @collectives.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, 10):
+                ...
+                state.commit()
+
+        train(collectives.elastic.ObjectState(epoch=0))
+    """
+    if recover != "restore":
+        raise InvalidArgumentError(f'run: recover: expected "restore", got {recover!r}')
+    if func is None:
+        return functools.partial(run, recover=recover, reset_limit=reset_limit)
+
+    @functools.wraps(func)
+    def train(state: State, *args: Any, **kwargs: Any) -> Any:
+        changed, restored, failures = generations.enter(), False, _Failures(reset_limit)
+        if changed:
+            tell("joined")
+        while True:
+            try:
+                if changed:
+                    # Before the callbacks, which may set what a restore would undo.
+                    if _anywhere(restored) and not restored:
+                        state.restore()
+                    state.on_reset()
+                state.sync()
+                result = func(state, *args, **kwargs)
+                generations.finished()
+                return result
+            except HostsUpdatedInterrupt as interrupt:
+                cause: Exception | str = str(interrupt)
+                restored = False
+            except Exception as error:
+                if not is_recoverable(error):
+                    raise
+                failures.add(error, state)
+                cause = error
+                state.restore()
+                restored = True
+            _renew(cause)
+            changed = True
+
+    return train
+
+
+def is_recoverable(error: BaseException) -> bool:
+    """Whether a new start of the world can cure an error: a `RecoverableError`, or what a framework has made of one."""
+    if isinstance(error, RecoverableError):
+        return True
+    failure = runtime.world().failure if runtime.is_initialized() else None
+    if not isinstance(failure, RecoverableError):
+        return False
+    cause = error.__cause__
+    while cause is not None and not isinstance(cause, RecoverableError):
+        cause = cause.__cause__
+    return cause is not None or str(failure) in str(error)
+
+
+class _Failures:
+    """Counts failures without a commit in between."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._first: Exception | None = None
+        self._count = 0
+        self._commits = -1
+
+    def add(self, error: Exception, state: State) -> None:
+        """Note a failure; raises the first one where there have been too many."""
+        if state._commits != self._commits or self._first is None:
+            self._first, self._count, self._commits = error, 0, state._commits
+        self._count += 1
+        if self._limit is not None and self._count > self._limit:
+            tell("gave up", f"{self._limit} resets without a commit in between")
+            raise self._first
+
+
+def _renew(cause: Exception | str) -> None:
+    why = (cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}").partition("\n")[0]
+    tell("ended", why)
+    start = time.monotonic()
+    generations.renew(cause)
+    tell("renewed", why, time.monotonic() - start)
+
+
+def _anywhere(restored: bool) -> bool:
+    """Whether any rank has restored its state; the others must not keep a newer one."""
+    word = np.array([restored], np.int64)
+    return bool(runtime.world().allreduce_(word, op=Op.MAX, name="elastic: restored")[0])

@@ -1,0 +1,165 @@
+"""`ObjectState`: plain attributes, NumPy arrays included."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.base.errors import InvalidTypeError
+from collectives.elastic.shadow import Part, Shadow
+from collectives.elastic.state import State
+from collectives.elastic.transfer import Record, synchronize
+from collectives.worlds import runtime
+
+
+class Attributes(Part):
+    """Attributes of an object, with anything in them that pickle supports; NumPy arrays are kept apart from the rest.
+
+    Attributes that are arrays themselves must have the same shape and dtype on every rank, and are restored in place;
+    arrays elsewhere, as in a list, may be other ones, and are made anew.
+    """
+
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self._owner, self._names = owner, list(names)
+
+    def described(self) -> Mapping[str, str]:
+        tensors = self._collected()[0]
+        return {
+            f"attribute {name!r}": str(self.entry(tensors[name])) if name in tensors else "an object"
+            for name in self._names
+        }
+
+    def read(self) -> tuple[Mapping[str, Any], bytes]:
+        return self._collected()
+
+    def write(self, tensors: Mapping[str, Any], rest: bytes) -> None:
+        now, written = self._collected()[0], dict[str, Any]()
+
+        class Unpickler(pickle.Unpickler):
+            def persistent_load(_, pid: Any) -> Any:
+                name, kind = pid
+                if name not in written:
+                    present = now.get(name)
+                    keep = name in self._names and not any(present is other for other in written.values())
+                    written[name] = (self.replaced if keep else self.renewed)(tensors[name], kind, present)
+                return written[name]
+
+        for name, value in Unpickler(io.BytesIO(rest)).load().items():
+            setattr(self._owner, name, value)
+
+    def kind(self, value: Any) -> str | None:
+        """Of what kind a tensor is; None if a value is none, and pickled."""
+        if type(value) is not np.ndarray or value.dtype.hasobject:
+            return None
+        try:
+            return "numpy" if np.dtype(value.dtype.name) == value.dtype else None
+        except TypeError:  # a structure, or a foreign byte order
+            return None
+
+    def renewed(self, view: Any, kind: str, like: Any) -> Any:
+        """A new tensor with the elements of a view; ``like``: the one in its place, or None."""
+        return view.copy()
+
+    def replaced(self, view: Any, kind: str, present: Any) -> Any:
+        """An attribute with the elements of a view: the present one, if it has the same form."""
+        if self.kind(present) != kind or not present.flags.writeable or self.entry(present) != self.entry(view):
+            return self.renewed(view, kind, present)
+        np.copyto(present, view)
+        return present
+
+    def _collected(self) -> tuple[dict[str, Any], bytes]:
+        values = {name: getattr(self._owner, name) for name in self._names}
+        names = {id(value): name for name, value in values.items() if self.kind(value) is not None}
+        tensors: dict[str, Any] = {}
+
+        class Pickler(pickle.Pickler):
+            def persistent_id(_, obj: Any) -> tuple[str, str] | None:
+                kind = self.kind(obj)
+                if kind is None:
+                    return None
+                name = names.setdefault(id(obj), f"array {len(tensors)}")
+                tensors[name] = obj
+                return name, kind
+
+        file = io.BytesIO()
+        try:
+            Pickler(file, pickle.HIGHEST_PROTOCOL).dump(values)
+        except Exception as error:
+            raise InvalidTypeError(
+                f"elastic state: the attributes {', '.join(self._names)} cannot be saved: {error}; pass what changes "
+                "in training, and nothing else"
+            ) from error
+        return tensors, file.getvalue()
+
+
+class ObjectState(State):
+    """A state of attributes: numbers, NumPy arrays, lists, anything that pickle supports.
+
+    Each keyword becomes an attribute. `commit` copies values, so that later changes in place are undone by `restore`.
+    After `sync` all ranks have the values of those with the most commits; at first those of rank 0. NumPy arrays among
+    the attributes are restored and received in place, and must have equal shapes and dtypes on all ranks.
+
+    Args:
+        bcast_object, get_rank: as of `State`.
+
+    Raises:
+        InvalidTypeError: a value cannot be pickled.
+
+    Example:
+        state = collectives.elastic.ObjectState(weights=np.zeros(1000), epoch=0, batch=0)
+
+        @collectives.elastic.run
+        def train(state):
+            while state.epoch < 10:
+                state.weights -= collectives.allreduce(gradient(state.weights))
+                state.epoch += 1
+                state.commit()
+
+        train(state)
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self._synced = False
+        self._shadow = Shadow({**self._parts(), "state": self._attributes(list(kwargs))})
+        ObjectState.save(self)
+
+    def _parts(self) -> Mapping[str, Part]:
+        """The parts of the state beside its plain attributes, by name; for subclasses."""
+        return {}
+
+    def _attributes(self, names: Sequence[str]) -> Part:
+        return Attributes(self, names)
+
+    def save(self) -> None:
+        """Copy the state to host memory; what interrupts it leaves the earlier copy."""
+        self._shadow.fill()
+        self._shadow.flip()
+
+    def restore(self) -> None:
+        """Return to what was saved last, or received by the last `sync`; to the initial values before that."""
+        self._shadow.restore()
+
+    def sync(self) -> None:
+        """Give all ranks the state of those that have committed the most, and save it; every rank calls it.
+
+        At first that is rank 0's. Those who have it send it to those who do not, all of them a part; if all ranks have
+        it, nothing is sent.
+
+        Raises:
+            MismatchError: a name, shape or dtype differs between ranks; it is named, and nothing was changed.
+            RecoverableError: another rank has failed, or was refused for such a difference.
+        """
+        self._version = synchronize(runtime.world(), self._shadow, Record(self._synced, self._version))
+        self._synced = True

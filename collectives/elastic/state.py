@@ -1,0 +1,147 @@
+"""A state: what training changes, saved by `commit`, and alike on all ranks after `sync`."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from enum import IntFlag
+from typing import Any
+
+import numpy as np
+
+from collectives import api
+from collectives.base.reduce_op import Op
+from collectives.worlds import generations, runtime
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Raised in the training function when ranks are to be added or removed: `run` goes on with the new ones.
+
+    Attributes:
+        skip_sync: ranks are only removed, so that nobody needs the state.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("hosts updated")
+        self.skip_sync = skip_sync
+
+
+class HostUpdateResult(IntFlag):
+    """What a notice says of the hosts."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = 3
+
+
+class _HostMessages(queue.Queue[tuple[int, HostUpdateResult]]):
+    """The notices of this generation, as pairs of number and update."""
+
+    _newest = 0
+
+    def empty(self) -> bool:
+        """Whether there is none; looks for new ones."""
+        number, said = generations.notices()
+        if said and number > self._newest:
+            self._newest = number
+            self.put((number, HostUpdateResult(said)))
+        return super().empty()
+
+
+class State:
+    """The base of states. Others derive `save`, `restore` and `sync`, and `reset` where they need it.
+
+    Args:
+        bcast_object, get_rank: part of Horovod's interface: functions for subclasses to use, by default
+            `collectives.broadcast_object` and `collectives.rank`.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None
+    ) -> None:
+        self._bcast_object = bcast_object or api.broadcast_object
+        self._rank = get_rank or runtime.rank
+        self._host_messages: queue.Queue[tuple[int, HostUpdateResult]] = _HostMessages()
+        self._last_updated_timestamp = 0
+        self._reset_callbacks: list[Callable[[], object]] = []
+        self._commits = self._version = 0
+        self._word = np.zeros(4, np.int64)
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
+        """Have functions called, in their order, whenever the ranks have changed and before the state is synchronized.
+
+        They may call collectives, which all ranks do then, newcomers included.
+
+        Example:
+            state.register_reset_callbacks([lambda: set_learning_rate(0.01 * hvd.size())])
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Called by `run` when the ranks have changed: forgets notices, and calls `reset` and the callbacks."""
+        self._host_messages = _HostMessages()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: int, update_res: HostUpdateResult) -> None:
+        """Note an update of the hosts, of which all ranks learn in the next `check_host_updates`.
+
+        Args:
+            timestamp: newer than those before, else it is ignored.
+        """
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save the state, to which the ranks return after a failure, and check for updates of the hosts.
+
+        Every rank calls it, at the same points of the training. Costs one copy of the state within host memory, and an
+        all-reduce of 32 bytes.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks, or on none.
+            RecoverableError: another rank has failed. The state is saved.
+        """
+        self.save()
+        self._commits += 1
+        self._version += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Check for updates of the hosts without saving; every rank calls it.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks, or on none: any rank's notice counts.
+        """
+        newest, said = self._last_updated_timestamp, HostUpdateResult.no_update
+        while not self._host_messages.empty():
+            timestamp, update = self._host_messages.get()
+            if timestamp > self._last_updated_timestamp:
+                newest, said = max(newest, timestamp), said | update
+        word = self._word
+        word[:] = (
+            newest,
+            newest > self._last_updated_timestamp,
+            *(flag in said for flag in (HostUpdateResult.removed, HostUpdateResult.added)),
+        )
+        runtime.world().allreduce_(word, op=Op.MAX, name="elastic: host updates")
+        newest, updated, removed, added = word.tolist()
+        self._last_updated_timestamp = newest
+        if updated:
+            raise HostsUpdatedInterrupt(bool(removed and not added))
+
+    def save(self) -> None:
+        """Copy the state to host memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Make the state alike on all ranks, which all call it."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Renew what depends on the ranks; called before the callbacks. Does nothing here."""

@@ -1,0 +1,343 @@
+"""The loop of elastic training, and what a state promises: on one rank, with renewals that are played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import elastic
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MismatchError,
+    RankFailedError,
+    RecoverableError,
+    TransportError,
+)
+from collectives.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State, loop
+from collectives.elastic.events import _listeners
+from collectives.elastic.shadow import Part
+from collectives.worlds import generations
+
+
+class Played:
+    """An elastic job of one rank: what `run` asks of it, and what it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.notice = (0, 0)
+        self.newcomer = False
+        for name in ("enter", "renew", "notices", "finished"):
+            monkeypatch.setattr(generations, name, getattr(self, name))
+
+    def enter(self) -> bool:
+        self.calls.append("enter")
+        return self.newcomer
+
+    def renew(self, why: BaseException | str) -> None:
+        self.calls.append(f"renew after {why if isinstance(why, str) else type(why).__name__}")
+        self.notice = (self.notice[0], 0)  # what was said is over with its generation
+
+    def notices(self) -> tuple[int, int]:
+        return self.notice
+
+    def finished(self) -> None:
+        self.calls.append("finished")
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
+    collectives.init()
+    yield Played(monkeypatch)
+    collectives.shutdown()
+
+
+def failing(*errors: Exception) -> Callable[[], None]:
+    """A function that raises these errors, one with each call, and then none."""
+    left = list(errors)
+
+    def call() -> None:
+        if left:
+            raise left.pop(0)
+
+    return call
+
+
+# ---- the loop
+
+
+def test_a_function_runs_with_its_arguments_and_returns(job: Played) -> None:
+    @elastic.run
+    def train(state: Any, factor: int, *, add: int) -> int:
+        """Trains."""
+        return int(state.epoch * factor + add)
+
+    assert train(ObjectState(epoch=4), 10, add=2) == 42
+    assert (train.__name__, train.__doc__) == ("train", "Trains.")
+    assert job.calls == ["enter", "finished"]
+
+
+@pytest.mark.parametrize("kind", [RankFailedError, TransportError, CollectiveTimeoutError, RecoverableError])
+def test_after_a_failure_the_state_is_that_of_the_last_commit(job: Played, kind: type[Exception]) -> None:
+    fail = failing(kind("gone"))
+    resets: list[int] = []
+    state: Any = ObjectState(weights=np.zeros(3), batch=0, log=[])
+    state.register_reset_callbacks([lambda: resets.append(state.batch)])
+
+    @elastic.run
+    def train(state: Any) -> None:
+        while state.batch < 4:
+            state.weights += 1
+            state.log.append(state.batch)
+            state.batch += 1
+            if state.batch == 2:
+                fail()
+            state.commit()
+
+    train(state)
+    assert state.weights.tolist() == [4.0] * 3 and state.log == [0, 1, 2, 3]
+    assert resets == [1]
+    assert job.calls == ["enter", f"renew after {kind.__name__}", "finished"]
+
+
+def test_an_interrupt_keeps_the_present_state(job: Played) -> None:
+    state: Any = ObjectState(epoch=0)
+    begun: list[int] = []
+
+    @elastic.run
+    def train(state: Any) -> None:
+        begun.append(state.epoch)
+        if state.epoch == 0:
+            state.epoch = 5
+            job.notice = (1, 2)
+            state.check_host_updates()
+
+    train(state)
+    assert begun == [0, 5]
+    assert job.calls == ["enter", "renew after hosts updated", "finished"]
+
+
+def test_a_newcomer_calls_the_callbacks_before_it_gets_the_state(job: Played) -> None:
+    job.newcomer = True
+    state: Any = ObjectState(rate=1)
+    state.register_reset_callbacks([lambda: setattr(state, "rate", 8)])
+    assert elastic.run(lambda state: state.rate)(state) == 8
+
+
+@pytest.mark.parametrize("error", [MismatchError("shapes"), ValueError("own"), KeyboardInterrupt(), SystemExit(3)])
+def test_what_no_new_start_can_cure_goes_up(job: Played, error: BaseException) -> None:
+    def train(state: Any) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        elastic.run(train)(ObjectState(epoch=0))
+    assert caught.value is error
+    assert job.calls == ["enter"]
+
+
+def test_failures_without_a_commit_in_between_end_with_the_first_of_them(job: Played) -> None:
+    errors = [RankFailedError(f"failure {number}") for number in range(9)]
+    fail = failing(*errors)
+
+    @elastic.run(reset_limit=2)
+    def train(state: Any) -> None:
+        if state.batch < 3:
+            state.batch += 1
+            state.commit()
+        fail()
+
+    # A failure after each of three commits, the last of them with two more.
+    with pytest.raises(RankFailedError, match="failure 2"):
+        train(ObjectState(batch=0))
+    assert job.calls.count("renew after RankFailedError") == 4
+
+
+def test_without_a_limit_it_goes_on(job: Played) -> None:
+    fail = failing(*(TransportError(str(number)) for number in range(20)))
+    elastic.run(reset_limit=None)(lambda state: fail())(ObjectState())
+    assert job.calls.count("renew after TransportError") == 20
+
+
+def test_an_unknown_way_to_recover_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="got 'hope'"):
+        elastic.run(recover="hope")
+
+
+def test_events_are_told(job: Played) -> None:
+    events: list[elastic.Event] = []
+    elastic.on_event(events.append)
+    try:
+        fail = failing(RankFailedError("rank 3 died\nand more"), RankFailedError("again"))
+        with pytest.raises(RankFailedError, match="rank 3"):
+            elastic.run(reset_limit=1)(lambda state: fail())(ObjectState())
+    finally:
+        _listeners.clear()
+    assert [event.kind for event in events] == ["ended", "renewed", "gave up"]
+    assert str(events[0]) == "elastic: ended, generation 0 of members unknown: RankFailedError: rank 3 died"
+
+
+# ---- what is recoverable
+
+
+class FrameworkError(Exception):
+    """What a framework raises."""
+
+
+def test_what_a_framework_makes_of_a_failure_of_the_world_is_recoverable(job: Played) -> None:
+    failure = RankFailedError("rank 0: this world has failed:\nrank 2 died")
+    assert not loop.is_recoverable(FrameworkError(f"{failure}"))  # the world has not failed
+    collectives.world().fail("rank 2 died")
+    failed = collectives.world().failure
+    assert loop.is_recoverable(FrameworkError(f"node Allreduce: {failed} [[node]]"))
+    wrapped = FrameworkError("callback")
+    wrapped.__cause__ = FrameworkError("inner")
+    assert not loop.is_recoverable(wrapped)
+    wrapped.__cause__.__cause__ = failure
+    assert loop.is_recoverable(wrapped)
+    assert not loop.is_recoverable(MismatchError("shapes"))
+    assert not loop.is_recoverable(ValueError("the program's own"))
+
+
+# ---- updates of the hosts
+
+
+def test_updates_are_told_once_and_in_what_they_say(job: Played) -> None:
+    state = ObjectState(epoch=0)
+    state.check_host_updates()
+    for notice, only_removed in (((1, 1), True), ((2, 2), False), ((5, 3), False)):
+        job.notice = notice
+        with pytest.raises(HostsUpdatedInterrupt) as caught:
+            state.commit()
+        assert caught.value.skip_sync is only_removed
+        state.check_host_updates()  # it has been told
+
+
+def test_horovods_way_to_tell_and_to_look(job: Played) -> None:
+    state = ObjectState(epoch=0)
+    assert state._host_messages.empty()
+    state.on_hosts_updated(3, HostUpdateResult.removed)
+    state.on_hosts_updated(4, HostUpdateResult.added)
+    with pytest.raises(HostsUpdatedInterrupt) as caught:
+        state.check_host_updates()
+    assert not caught.value.skip_sync and state._last_updated_timestamp == 4
+    state.on_hosts_updated(4, HostUpdateResult.added)  # not newer
+    state.check_host_updates()
+    job.notice = (7, 2)
+    assert not state._host_messages.empty() and not state._host_messages.empty()
+    state.on_reset()
+    job.notice = (7, 0)
+    assert state._host_messages.empty()
+
+
+# ---- states
+
+
+def test_a_state_of_ones_own_needs_three_methods(job: Played) -> None:
+    calls: list[str] = []
+
+    class Own(State):
+        def save(self) -> None:
+            calls.append("save")
+
+        def restore(self) -> None:
+            calls.append("restore")
+
+        def sync(self) -> None:
+            calls.append("sync")
+
+        def reset(self) -> None:
+            calls.append("reset")
+
+    fail = failing(RankFailedError("gone"))
+
+    @elastic.run
+    def train(state: State) -> None:
+        state.commit()
+        fail()
+
+    state = Own(collectives.broadcast_object, collectives.rank)
+    state.register_reset_callbacks([lambda: calls.append("callback")])
+    train(state)
+    assert calls == ["sync", "save", "restore", "reset", "callback", "sync", "save"]
+
+
+def test_an_interrupted_commit_leaves_the_earlier_one(job: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    state: Any = ObjectState(first=np.arange(4.0), second=np.zeros(2), third=[1])
+    state.commit()
+    copy = Part.copy
+
+    def interrupted(self: Part, tensor: Any, view: Any) -> None:
+        copy(self, tensor, view)
+        if tensor is state.second:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Part, "copy", interrupted)
+    state.first[:] = state.second[:] = -1
+    state.third.append(2)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            state.commit()
+    state.restore()
+    assert (state.first.tolist(), state.second.tolist(), state.third) == ([0, 1, 2, 3], [0, 0], [1])
+
+
+def test_commits_take_turns_in_two_buffers(job: Played) -> None:
+    state: Any = ObjectState(weights=np.zeros(1000))
+    buffers = set()
+    for number in range(6):
+        state.weights[:] = number
+        state.commit()
+        buffers.add(state._shadow._copies[state._shadow._current]["state"].buffer.ctypes.data)
+        state.weights[:] = -1
+        state.restore()
+        assert (state.weights == number).all()
+    assert len(buffers) == 2
+
+
+def test_attributes_of_every_kind_return(job: Played) -> None:
+    shared = np.arange(3)
+    values = {
+        "number": 1.5,
+        "bits": np.array([True, False]),
+        "scalar": np.float32(2),
+        "whole": np.array(7, np.int16),
+        "columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "names": np.array(["a", None], object),
+        "dates": np.array(["2020-01-01"], "datetime64[D]"),
+        "swapped": np.arange(3, dtype=">i4"),
+        "nested": {"pair": (shared, shared), "empty": np.empty((0, 3))},
+        "nothing": None,
+    }
+    state: Any = ObjectState(**values)
+    whole, columns = state.whole, state.columns
+    state.whole[...] = 1
+    state.columns *= 2
+    state.bits = np.array([False])
+    state.names[0] = "b"
+    state.swapped[0] = 9
+    shared[0] = 9
+    state.number = state.nothing = 3
+    state.restore()
+    assert state.whole is whole and whole == 7 and state.columns is columns
+    assert columns.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert state.bits.tolist() == [True, False] and state.names.tolist() == ["a", None]
+    assert state.swapped.tolist() == [0, 1, 2] and state.swapped.dtype == ">i4"
+    assert state.nested["pair"][0] is state.nested["pair"][1] and state.nested["pair"][0].tolist() == [0, 1, 2]
+    assert (state.number, state.nothing, state.scalar) == (1.5, None, 2) and state.nested["empty"].shape == (0, 3)
+
+
+def test_one_array_in_the_place_of_two_becomes_two_again(job: Played) -> None:
+    state: Any = ObjectState(best=np.zeros(2), weights=np.ones(2))
+    state.best = state.weights
+    state.restore()
+    assert state.best.tolist() == [0, 0] and state.weights.tolist() == [1, 1]
+
+
+def test_what_cannot_be_saved_is_refused(job: Played) -> None:
+    with pytest.raises(InvalidTypeError, match="the attributes epoch, rows cannot be saved: cannot pickle 'generator'"):
+        ObjectState(epoch=0, rows=(each for each in ()))

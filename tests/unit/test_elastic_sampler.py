@@ -1,0 +1,87 @@
+"""`ElasticSampler`: every index once, while ranks come and go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from unittest.mock import patch
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives.elastic import ElasticSampler
+from collectives.elastic import sampler as module
+
+
+def samplers(size: int, count: int, shuffle: bool = False, seed: int = 0) -> list[ElasticSampler]:
+    """One for each rank."""
+    result = []
+    for rank in range(size):
+        with at(rank, size):
+            result.append(ElasticSampler(range(count), shuffle, seed))
+    return result
+
+
+def at(rank: int, size: int):  # type: ignore[no-untyped-def]
+    return patch.multiple(module.runtime, rank=lambda: rank, size=lambda: size)
+
+
+@given(
+    st.integers(0, 200),
+    st.booleans(),
+    st.integers(0, 3),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(1, 7)), min_size=1, max_size=5),
+)
+def test_every_index_once_over_shrinks_and_grows(
+    count: int, shuffle: bool, epoch: int, worlds: list[tuple[int, int, int]]
+) -> None:
+    """By world: its size, how many batches it processes, and of what size; the last one processes the rest."""
+    seen: list[int] = []
+    committed = {"epoch": epoch, "processed_num": 0}
+    for number, (size, batches, batch_size) in enumerate(worlds):
+        lasts = number == len(worlds) - 1
+        ranks = samplers(size, count, shuffle)
+        for rank, sampler in enumerate(ranks):
+            with at(rank, size):
+                sampler.load_state_dict(committed)
+            own = list(sampler)
+            assert len(own) == len(sampler) == ranks[0].num_samples
+            full = len(own) // batch_size
+            done = -(-len(own) // batch_size) if lasts else min(batches, full)
+            seen += own[: done * batch_size]
+            for batch in range(done):
+                sampler.record_batch(batch, batch_size)
+        assert len({sampler.processed_num for sampler in ranks}) == 1
+        committed = ranks[0].state_dict()
+    counts = Counter(seen)
+    assert set(counts) == set(range(count))
+    assert sum(counts.values()) - count < sum(size for size, _, _ in worlds)  # what fills up the ranks' shares
+
+
+@given(st.integers(0, 40), st.integers(1, 6))
+def test_ranks_get_equally_many_even_of_fewer_samples_than_ranks(count: int, size: int) -> None:
+    shares = [list(sampler) for sampler in samplers(size, count)]
+    assert {len(share) for share in shares} == {-(-count // size)}
+    assert {index for share in shares for index in share} == set(range(count))
+
+
+def test_an_epoch_has_an_order_of_its_own_that_all_ranks_know() -> None:
+    (one,) = samplers(1, 50, shuffle=True, seed=3)
+    orders = []
+    for epoch in (0, 1, 0):
+        with at(0, 1):
+            one.set_epoch(epoch)
+        orders.append(list(one))
+    assert orders[0] == orders[2] != orders[1] and sorted(orders[1]) == list(range(50))
+    pair = samplers(2, 50, shuffle=True, seed=3)
+    assert [index for both in zip(*pair, strict=True) for index in both] == orders[0]
+
+
+def test_the_next_epoch_begins_with_nothing_processed() -> None:
+    sampler = samplers(3, 30)[1]
+    with at(1, 3):
+        sampler.record_batch(0, 4)
+        assert sampler.state_dict() == {"epoch": 0, "processed_num": 12} and len(sampler) == 10
+        sampler.reset()
+        assert sampler.remaining_indices == list(range(12, 30)) and len(sampler) == 6
+        sampler.set_epoch(1)
+        assert sampler.state_dict() == {"epoch": 1, "processed_num": 0} and len(sampler) == 10

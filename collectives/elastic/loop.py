@@ -20,6 +20,7 @@ import numpy as np
 
 from collectives.base.errors import InvalidArgumentError, RecoverableError
 from collectives.base.reduce_op import Op
+from collectives.elastic import retry
 from collectives.elastic.events import tell
 from collectives.elastic.state import HostsUpdatedInterrupt, State
 from collectives.worlds import generations, runtime
@@ -47,7 +48,9 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
     function a rank may do what it likes, but call no collective: newcomers do it while the others train.
 
     Args:
-        recover: "restore": return to the last commit.
+        recover: "restore": return to the last commit. "retry": where ranks die in a step of a `DistributedOptimizer`
+            of torch, or in a commit, the others combine the same gradients again, and no step is lost; elsewhere they
+            return to the last commit. Costs a copy of the gradients, and an all-reduce of 8 bytes in each step.
         reset_limit: after so many failures without a commit in between, the first of these errors is raised; None: no
             limit.
 
@@ -67,14 +70,15 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
 
         train(collectives.elastic.ObjectState(epoch=0))
     """
-    if recover != "restore":
-        raise InvalidArgumentError(f'run: recover: expected "restore", got {recover!r}')
+    if recover not in ("restore", "retry"):
+        raise InvalidArgumentError(f'run: recover: expected "restore" or "retry", got {recover!r}')
     if func is None:
         return functools.partial(run, recover=recover, reset_limit=reset_limit)
 
     @functools.wraps(func)
     def train(state: State, *args: Any, **kwargs: Any) -> Any:
         changed, restored, failures = generations.enter(), False, _Failures(reset_limit)
+        steps = retry.Steps()
         if changed:
             tell("joined")
         while True:
@@ -85,7 +89,8 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                         state.restore()
                     state.on_reset()
                 state.sync()
-                result = func(state, *args, **kwargs)
+                with retry.retrying(recover == "retry") as steps:
+                    result = func(state, *args, **kwargs)
                 generations.finished()
                 return result
             except HostsUpdatedInterrupt as interrupt:
@@ -98,7 +103,8 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                 cause = error
                 state.restore()
                 restored = True
-            _renew(cause)
+            if not steps.renewed:
+                _renew(cause)
             changed = True
 
     return train

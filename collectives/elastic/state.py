@@ -11,6 +11,7 @@ import numpy as np
 
 from collectives import api
 from collectives.base.reduce_op import Op
+from collectives.elastic import retry
 from collectives.worlds import generations, runtime
 
 
@@ -119,13 +120,18 @@ class State:
             timestamp, update = self._host_messages.get()
             if timestamp > self._last_updated_timestamp:
                 newest, said = max(newest, timestamp), said | update
-        word = self._word
-        word[:] = (
-            newest,
-            newest > self._last_updated_timestamp,
-            *(flag in said for flag in (HostUpdateResult.removed, HostUpdateResult.added)),
-        )
-        runtime.world().allreduce_(word, op=Op.MAX, name="elastic: host updates")
+        word, flags = self._word, (HostUpdateResult.removed, HostUpdateResult.added)
+        own = (newest, newest > self._last_updated_timestamp, *(flag in said for flag in flags))
+
+        def agree() -> None:
+            word[:] = own
+            runtime.world().allreduce_(word, op=Op.MAX, name="elastic: host updates")
+
+        steps = retry.steps()
+        if steps is None:
+            agree()
+        elif not steps.carry_out(agree):
+            return  # others have learnt of no update, and go on
         newest, updated, removed, added = word.tolist()
         self._last_updated_timestamp = newest
         if updated:

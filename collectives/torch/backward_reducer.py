@@ -29,12 +29,14 @@ import torch
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
+from collectives.elastic import retry
 from collectives.frontends.gradient_options import GradientOptions
 from collectives.torch import gradient_agreement
 from collectives.torch.buckets import GradientBucket, SparseBucket, ViewedBucket, arrange
 from collectives.torch.gradient_agreement import Tally
 from collectives.torch.gradient_slot import DENSE, GradientSlot, install_hook, may_thaw, take_over
 from collectives.torch.guard import Guard, grad_of, graph_task, in_backward_elsewhere
+from collectives.torch.kept_gradients import KeptGradients
 from collectives.worlds.runtime import world_of
 from collectives.worlds.world import World
 
@@ -73,6 +75,7 @@ class BackwardReducer:
         self._frozen: list[GradientSlot] = []
         self._buckets: list[GradientBucket] = []
         self._tally = Tally()
+        self._kept = KeptGradients()
         self._holds_back = False
         self._results: list[weakref.ref[Any]] = []
         self._newer: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -172,6 +175,8 @@ class BackwardReducer:
 
     def _complete(self, slot: GradientSlot) -> None:
         """Submit or gather the slot's bucket if this was its last missing gradient."""
+        if retry.steps() is not None:
+            self._kept.keep(slot)
         bucket = slot.bucket
         if bucket is None or slot.deferred:
             return  # deferred, or frozen until now: `synchronize` submits it
@@ -259,8 +264,29 @@ class BackwardReducer:
                 f"long as the newer one exists; step the newer one, or delete it"
             )
         with self._synchronizing:
-            if not self.combined:  # another thread may have combined them
+            if self.combined:  # another thread has combined them
+                return
+            steps = retry.steps()
+            if steps is None:
                 self._combine(reads, applies)
+                return
+            for slot in self._slots:
+                if slot.bucket is None or not slot.bucket.in_flight:
+                    self._kept.keep(slot)
+
+            def combine() -> None:
+                self._combine(reads, applies)
+                steps.vote()
+
+            try:
+                steps.carry_out(combine, self._restore)
+            finally:
+                self._kept.forget()
+
+    def _restore(self) -> None:
+        """Make gradients this rank's own again, which were combined, or partly."""
+        self.combined, self.begun = False, True
+        self._kept.restore(self._slots, self._as_views)
 
     def _combine(self, reads: bool, applies: bool) -> None:
         self._guard.disarm()
@@ -317,6 +343,7 @@ class BackwardReducer:
         # Of ranks that gather buckets and ranks that do not, all must submit the same.
         first = _first_error([bucket.submit for bucket in self._buckets if bucket.gathered])
         self._reset()
+        self._kept.forget()
         _run_all([bucket.finish for bucket in self._buckets], first)
 
     def reset_views(self) -> None:

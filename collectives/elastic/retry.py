@@ -1,8 +1,8 @@
 """Collectives in which no work is lost: ranks that survive a death carry out the same ones again, in the smaller world.
 
-What a step of the training does together is one call of `Steps.carry_out`, whose last part is a collective of all
-ranks: a vote. Who leaves the vote knows that every rank has done all before it. So of the survivors of a death, who
-tell each other how many steps they have left,
+What ranks do together, such as combining the gradients of a step, is one call of `Steps.carry_out`, whose last part is
+a collective of all ranks. Who leaves that knows that every rank has done all before it. So of the survivors of a death,
+who tell each other how many steps of each name they have left,
 
     some have left this one    the others have its results too, and go on
     none has                   all carry it out again, with the same values, which the caller has kept
@@ -13,32 +13,41 @@ ranks are too few without newcomers, the error is raised, and `run` returns to t
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 
 from collectives.base.errors import RecoverableError
 from collectives.base.reduce_op import Op
 from collectives.worlds import generations, runtime
+from collectives.worlds.world import World
+
+Result = TypeVar("Result")
 
 
 class Steps:
-    """The steps of one training function.
+    """The steps of one training function. Those of different names may be carried out by several threads.
 
     Attributes:
         renewed: an error was raised after the generation had ended: it need not end again.
     """
 
     def __init__(self) -> None:
-        self._left = 0
         self.renewed = False
-        self._word = np.zeros(1, np.int64)
+        self._left: Counter[str] = Counter()
+        self._left_elsewhere: Counter[str] = Counter()
+        """The most steps that any rank had left when the present generation began."""
+        self._lock = threading.Lock()
 
-    def carry_out(self, step: Callable[[], object], restore: Callable[[], object] = lambda: None) -> bool:
+    def carry_out(self, name: str, step: Callable[[], object], restore: Callable[[], object] = lambda: None) -> bool:
         """Call ``step``, whose last collective all ranks take part in; again, where ranks die.
 
         Args:
+            name: alike on all ranks.
             restore: makes this rank's values what they were before the step; called before it is repeated.
 
         Returns:
@@ -48,23 +57,46 @@ class Steps:
             RecoverableError: ranks have died, and the others cannot carry out the step again.
         """
         while True:
+            world = runtime.world()
             try:
                 step()
-                self._left += 1
+                self._left[name] += 1
                 return True
             except RecoverableError as error:
-                left = generations.renew(error, self._left)
-                if None in left:
-                    self.renewed = True
-                    raise
-                if max(left) > self._left:
-                    self._left += 1
+                self._renew(world, error)
+                if self._left_elsewhere[name] > self._left[name]:
+                    self._left[name] += 1
                     return False
                 restore()
 
-    def vote(self) -> None:
-        """A collective of all ranks."""
-        runtime.world().allreduce_(self._word, op=Op.MAX, name="elastic: vote")
+    def reduce(self, name: str, reduce: Callable[[], Result]) -> Result:
+        """Call a reduction that leaves its tensors as they are, and return its result."""
+        results: list[Result] = []
+
+        def step() -> None:
+            results[:] = [reduce()]
+            vote(name)
+
+        self.carry_out(name, step)
+        return results[0]
+
+    def _renew(self, ended: World, error: RecoverableError) -> None:
+        """Leave a world for the next one, unless another thread has done so."""
+        with self._lock:
+            if runtime.default.world is not ended:
+                return
+            records = generations.renew(error, dict(self._left))
+            if None in records:
+                self.renewed = True
+                raise error
+            self._left_elsewhere = Counter()
+            for record in records:
+                self._left_elsewhere |= Counter(record)
+
+
+def vote(name: str) -> None:
+    """A collective of all ranks, with which a step ends."""
+    runtime.world().allreduce_(np.zeros(1, np.uint8), op=Op.MAX, name=f"{name}: vote")
 
 
 _current: Steps | None = None

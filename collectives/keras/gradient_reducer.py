@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
+from collectives.elastic import retry
 from collectives.frontends.gradient_options import GradientOptions, split
 from collectives.worlds.runtime import communicates, world_of
 
@@ -127,5 +128,11 @@ class _TorchReducer(_ArrayReducer):
 
     def _run(self, grads: list[Any], in_place: bool, name: str) -> Sequence[Any]:
         world = world_of(self._options.process_set)
+        gradients, steps = [grad.detach() for grad in grads], retry.steps()
+        if steps is not None:  # in place nothing would be left to combine again
+            return steps.reduce(
+                name,
+                lambda: world_of(self._options.process_set).grouped_allreduce(gradients, name=name, **self._keywords),
+            )
         allreduce = world.grouped_allreduce_ if in_place else world.grouped_allreduce
-        return allreduce([grad.detach() for grad in grads], name=name, **self._keywords)
+        return allreduce(gradients, name=name, **self._keywords)

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from collectives.base import dtypes
 from collectives.base.reduce_op import Op
+from collectives.elastic import retry
 from collectives.frontends import broadcasts, joined
 from collectives.frontends.joined import Shapes
 from collectives.tensorflow import graph
@@ -183,12 +184,20 @@ def _reduce(
 ) -> None:
     """All-reduce arrays into their places; ``parts`` are the shapes of the tensors that an array consists of."""
     how = call.reduce_options()
-    if len(arrays) == 1:
-        call.world.allreduce(arrays[0], out=places[0], parts=parts[0], **how)
-    elif joined.pays(arrays, call.op, call.compression):
-        joined.allreduce(call.world, arrays, places, results, parts_of_results(), **how)
+
+    def reduce() -> None:
+        if len(arrays) == 1:
+            call.world.allreduce(arrays[0], out=places[0], parts=parts[0], **how)
+        elif joined.pays(arrays, call.op, call.compression):
+            joined.allreduce(call.world, arrays, places, results, parts_of_results(), **how)
+        else:
+            call.world.grouped_allreduce(arrays, out=places, parts=parts, **how)
+
+    steps = retry.steps()
+    if steps is None or call.name is None:
+        reduce()
     else:
-        call.world.grouped_allreduce(arrays, out=places, parts=parts, **how)
+        steps.reduce(call.name, reduce)
 
 
 @dataclass(frozen=True)

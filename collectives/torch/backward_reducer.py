@@ -276,10 +276,10 @@ class BackwardReducer:
 
             def combine() -> None:
                 self._combine(reads, applies)
-                steps.vote()
+                retry.vote(self._options.name)
 
             try:
-                steps.carry_out(combine, self._restore)
+                steps.carry_out(self._options.name, combine, self._restore)
             finally:
                 self._kept.forget()
 

@@ -247,12 +247,12 @@ class Driver:
         """Take note that nothing runs on a host any more."""
         lost = [member for member in self.members.values() if member.host == host]
         self._event("host_lost", why, host=host)
-        if host in self.hosts.slots:
-            self._blacklist(host, "it was lost", now)
         for member in lost:
             del self.members[member.number]
             if member.state is not State.GONE:
                 self._bury(member, 1, "is lost with its host", now)
+        if host in self.hosts.slots:
+            self._blacklist(host, "it was lost", now)
         if lost and self.generation and not self._recovers:
             self._finish(End(1, why))
         return self.tick(now)
@@ -428,7 +428,9 @@ class Driver:
     def _wait(self, missing: Sequence[Member], size: int, now: float) -> None:
         """Say what is missing, now and then; give up in the end."""
         seconds = now - self._waiting_since
-        if missing:
+        if not self._next:
+            lacking = f"hosts that take {self.rules.smallest} {_ranks(self.rules.smallest)}"
+        elif missing:
             lacking = f"{_numbered(missing)} to call init()"
         else:
             lacking = f"{self.rules.smallest - size} more {_ranks(self.rules.smallest - size)}"

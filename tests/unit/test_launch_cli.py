@@ -16,7 +16,7 @@ import pytest
 
 from collectives.base.config import ALGORITHMS, Config
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch import cli, command_line, job, mpirun, options, rank_environment, report
+from collectives.launch import cli, command_line, job, mpirun, rank_environment, report
 from collectives.launch.agents import Agents, HostRanks
 from collectives.launch.mpirun import Launcher, MpiRanks, Vendor
 from collectives.launch.output import Output
@@ -130,8 +130,7 @@ def test_every_option_of_horovodrun_is_known() -> None:
         --prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp -H --hosts -hostfile --hostfile
         --host-discovery-script --gloo --mpi --jsrun"""
     known = {flag for action in command_line.make_parser()._actions for flag in action.option_strings}
-    assert set(flags.split()) <= known | set(options.REFUSED)
-    assert not known & set(options.REFUSED)
+    assert set(flags.split()) <= known
 
 
 def test_arguments_for_mpirun_may_begin_with_a_dash(started: list[list[str]]) -> None:
@@ -181,7 +180,15 @@ def test_choices_reach_the_ranks(started: list[list[str]]) -> None:
         ("-np 2 --config-file /no/such python", "--config-file: cannot read '/no/such'"),
         ("-np 2 --output-filename /dev/null sh", "--output-filename: cannot make the folder '/dev/null'"),
         ("-np 2 --timeline /dev/null/x.html sh", "cannot write the trace '/dev/null/x.html.json'"),
-        ("-np 2 --min-np 1 python", "--min-np: the number of ranks is fixed, there are no elastic jobs"),
+        ("-np 2 --reset-limit 1 python", "--reset-limit: only elastic jobs have it"),
+        ("-np 2 --min-np 1 --launcher mpi python", "--launcher mpi: MPI ends all ranks when one fails"),
+        ("-np 2 --min-np 3 python", "--min-np: expected at most -np 2, got 3"),
+        ("-np 2 --min-np 1 --max-np 1 python", "--max-np: expected at least -np 2, got 1"),
+        ("--min-np 3 --max-np 2 python", "--max-np: expected at least --min-np 3, got 2"),
+        ("--min-np 1 --slots 2 python", "--slots-per-host: only for --host-discovery-script"),
+        ("--host-discovery-script x -H h1:2 python", "got two of them"),
+        ("--min-np 1 --blacklist-cooldown-range 5 2 python", "the smaller first, got 5 2"),
+        ("--min-np 1 --blacklist-cooldown-range 5", "--blacklist-cooldown-range: expected 2 arguments"),
     ],
 )
 def test_a_mistake_is_named(

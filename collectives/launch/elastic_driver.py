@@ -26,6 +26,8 @@ from collectives.launch.hosts import Host
 
 WAITING_EVERY = 10.0
 """Seconds between lines that say what is waited for."""
+FIRST_WITHIN = 60.0
+"""Seconds, at least, that the first members have to call ``init()``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +409,7 @@ class Driver:
         ready = [member for member in self.members.values() if member.state is State.READY and not self._finishing]
         ready.sort(key=lambda member: (member.host not in near, member.since, member.number))
         newcomers = ready[: max(0, int(min(room, len(ready))))]
+        newcomers.sort(key=lambda member: (member.host not in near, member.number))
         if len(staying) + len(newcomers) < (1 if self._finishing else self.rules.smallest):
             self._wait(missing, len(staying) + len(newcomers), now)
             return
@@ -427,16 +430,17 @@ class Driver:
 
     def _wait(self, missing: Sequence[Member], size: int, now: float) -> None:
         """Say what is missing, now and then; give up in the end."""
-        seconds = now - self._waiting_since
+        seconds, bound = now - self._waiting_since, self.rules.elastic_timeout
         if not self._next:
             lacking = f"hosts that take {self.rules.smallest} {_ranks(self.rules.smallest)}"
         elif missing:
             lacking = f"{_numbered(missing)} to call init()"
+            bound = max(bound, FIRST_WITHIN)
         else:
             lacking = f"{self.rules.smallest - size} more {_ranks(self.rules.smallest - size)}"
             new = [member for member in self.members.values() if member.state in (State.STARTED, State.ALONE)]
             lacking += f" ({_numbered(new)} on the way)" if new else " (no host has room)"
-        if seconds >= self.rules.elastic_timeout:
+        if seconds >= bound:
             self._give_up(f"waited {seconds:.0f} s for {lacking} (--elastic-timeout)")
         elif now - self._said_waiting >= WAITING_EVERY:
             self._said_waiting = now

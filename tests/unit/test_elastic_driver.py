@@ -619,9 +619,7 @@ def test_whatever_happens(
                     job.say("ended", member)
                 elif place == "IN":
                     job.say("finished", member)
-                elif place == "FINISHED":
-                    job.exit(0, member)
-                elif place == "GONE":
+                elif place == "FINISHED" or place == "GONE":
                     job.exit(0, member)
         job.wait(5)
     assert job.driver.end is not None

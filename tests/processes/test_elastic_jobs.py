@@ -1,0 +1,235 @@
+"""Elastic jobs as ``collectivesrun`` starts them: members that die, leave, fail and come, hosts that come and go.
+
+The members use the store alone. What happens in a generation is a plan: of words by the generation's number, such as
+``kill 1`` (member 1), ``leave 1``, ``raise 1``, ``hosts localhost:2,127.0.0.1:2`` (what discovery finds from now on),
+``touch`` (a file) and ``finish``. `localhost` and `127.0.0.1` count as two hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from collectives.launch import agent
+from tests.support.launching.mpirun import Result, run_command
+
+MEMBER = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from collectives.base.errors import CollectiveTimeoutError
+from collectives.transport.stores.store import Store
+from collectives.transport.tcp.service import Service
+
+folder, plan = Path(__file__).parent, json.loads(sys.argv[1])
+member, said, notice, event, generation = int(os.environ["COLLECTIVES_MEMBER"]), 0, 0, 0, 0
+host, _, port = os.environ["COLLECTIVES_RENDEZVOUS"].removeprefix("tcp://").rpartition(":")
+store = Store(host, int(port), bytes.fromhex(os.environ["COLLECTIVES_KEY"]), 60.0, Service())
+
+def say(what, why=""):
+    global said
+    said += 1
+    store.set(f"elastic/said/{member}/{said}", json.dumps({"what": what, "generation": generation, "why": why}).encode())
+
+def ask(what, why=""):
+    say(what, why)
+    return json.loads(store.get(f"elastic/answer/{member}/{said}"))
+
+def set_already(key):
+    store.timeout = 0.02
+    try:
+        return json.loads(store.get(key))
+    except CollectiveTimeoutError:
+        return None
+    finally:
+        store.timeout = 60.0
+
+def until_it_ends():
+    '''Until a member has died, or a notice comes.'''
+    global notice, event
+    while True:
+        while news := set_already(f"elastic/event/{event + 1}"):
+            event += 1
+            if news["event"] == "ended" and news["generation"] == generation:
+                return news["why"]
+        if news := set_already(f"elastic/notice/{notice + 1}"):
+            notice += 1
+            if news["generation"] == generation:
+                return "hosts updated"
+
+answer = ask("here")
+if "alone" in answer:
+    answer = ask("ready")
+else:
+    say("runs")
+while True:
+    if "stop" in answer:
+        sys.exit(0)
+    if "give_up" in answer:
+        raise RuntimeError(answer["give_up"])
+    generation, members = answer["generation"], answer["members"]
+    rank = members.index(member)
+    print("generation", generation, "rank", rank, "of", len(members), flush=True)
+    what, _, who = plan.get(str(generation), "").partition(" ")
+    if what == "finish":
+        say("finished")
+        sys.exit(0)
+    if what == "touch" and rank == 0:
+        (folder / "ready").touch()
+    if what == "hosts" and rank == 0:
+        (folder / "new").write_text(who.replace(",", "\\n") + "\\n")
+        (folder / "new").rename(folder / "hosts")
+    if who == str(member):
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "raise":
+            raise ValueError("no good")
+        sys.exit(0)
+    answer = ask("ended", until_it_ends())
+"""
+
+
+class Job:
+    """What a job has printed and recorded."""
+
+    def __init__(self, folder: Path, result: Result) -> None:
+        self.output, self.seconds = result.output, result.seconds
+        self.events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
+        for event in self.events:
+            assert f"collectivesrun: {event['text']}\n" in self.output
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def generations(self) -> list[list[int]]:
+        return [event["members"] for event in self.of("generation")]
+
+
+def run(folder: Path, plan: dict[int, str], *options: str, hosts: str = "", expect: int = 0, **more: Any) -> Job:
+    """Run a job to its end; ``hosts``: what discovery finds at first."""
+    (folder / "member.py").write_text(MEMBER)
+    (folder / "hosts").write_text(hosts.replace(",", "\n"))
+    discovery = ["--host-discovery-script", f"cat {folder}/hosts"] if hosts else []
+    words = [*discovery, "--elastic-events", str(folder / "events"), *options]
+    command = [sys.executable, "-m", "collectives.launch", *words, sys.executable, str(folder / "member.py")]
+    result = run_command([*command, json.dumps(plan)], timeout=30, expect=expect, **more)
+    return Job(folder, result)
+
+
+def test_a_death_is_survived_and_the_dead_is_replaced(tmp_path: Path) -> None:
+    job = run(tmp_path, {1: "kill 1", 3: "finish"}, "-np", "3", "--min-np", "2")
+    assert job.generations == [[0, 1, 2], [0, 2], [0, 2, 3]]
+    for member, rank in ((0, 0), (2, 1), (3, 2)):
+        assert f"[{member}] generation 3 rank {rank} of 3\n" in job.output
+    assert job.of("died")[0]["why"] == "was killed by SIGKILL" and job.events[-1]["code"] == 0
+
+
+def test_below_the_minimum_a_replacement_is_waited_for(tmp_path: Path) -> None:
+    job = run(tmp_path, {1: "raise 0", 2: "finish"}, "-np", "2", "--min-np", "2")
+    assert job.generations == [[0, 1], [1, 2]]
+    assert job.output.count("ValueError: no good") == 1 and "Traceback" in job.output
+
+
+def test_hosts_come_and_go(tmp_path: Path) -> None:
+    """The state survives the loss of rank 0's host."""
+    plan = {1: "hosts localhost:1,127.0.0.1:2", 2: "hosts 127.0.0.1:2", 3: "finish"}
+    job = run(tmp_path, plan, "--min-np", "1", "--max-np", "4", hosts="localhost:1")
+    assert job.generations == [[0], [0, 1, 2], [1, 2]]
+    assert job.of("generation")[-1]["hosts"] == ["127.0.0.1"] * 2
+    assert [event["member"] for event in job.of("stopped")] == [0]
+
+
+def test_without_enough_hosts_the_job_gives_up(tmp_path: Path) -> None:
+    options = ["-np", "2", "--elastic-timeout", "0.5"]
+    job = run(tmp_path, {1: "hosts localhost:1"}, *options, hosts="localhost:2", expect=1)
+    assert job.generations == [[0, 1]] and job.output.count("RuntimeError: waited ") == 2
+    last = job.output.rstrip().rpartition("\n")[2]
+    assert last.startswith("collectivesrun: waited ") and "for 1 more rank (no host has room) (--elastic-tim" in last
+
+
+def test_too_many_resets(tmp_path: Path) -> None:
+    options = ["-np", "3", "--min-np", "1", "--reset-limit", "1"]
+    job = run(tmp_path, {1: "raise 1", 2: "kill 2"}, *options, expect=137)
+    assert job.generations == [[0, 1, 2], [0, 2]]
+    assert "number of resets during elastic job exceeded limit: 1" in job.output
+    assert job.output.rstrip().endswith(f"rank 2 on {os.uname().nodename} was killed by signal 9 (SIGKILL)")
+
+
+def test_a_member_that_leaves_is_no_success(tmp_path: Path) -> None:
+    job = run(tmp_path, {1: "leave 0", 2: "finish"}, "-np", "2", "--min-np", "1")
+    assert job.generations == [[0, 1], [1]] and job.of("left")[0]["member"] == 0
+
+
+def test_a_failing_host_is_blacklisted_as_by_horovodrun(tmp_path: Path) -> None:
+    options = ["-np", "3", "--min-np", "1", "--on-rank-failure", "host", "-H", "localhost:2,127.0.0.1:1"]
+    job = run(tmp_path, {1: "kill 0", 2: "finish"}, *options)
+    assert job.generations == [[0, 1, 2], [2]] and job.of("blacklisted")[0]["host"] == "localhost"
+
+
+def test_horovods_variables(tmp_path: Path) -> None:
+    words = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+    program = f"import os; print(*(os.environ['HOROVOD_' + word] for word in {words}))"
+    command = [sys.executable, "-m", "collectives.launch", "--as-horovod", "-np", "3", "--min-np", "2"]
+    hosts = ["-H", "localhost:2,127.0.0.1:1"]
+    shown = run_command([*command, *hosts, sys.executable, "-c", program], timeout=30).output
+    assert "[0] 0 3 0 2 0 2 localhost\n" in shown and "[1] 1 3 1 2 0 1 localhost\n" in shown
+    assert "[2] 2 3 0 1 1 2 127.0.0.1\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"), [("exit 3", "it has ended with exit code 3"), ("echo '?:'", "it has printed something else")]
+)
+def test_a_discovery_script_that_fails_at_first_ends_the_job(script: str, problem: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "collectives.launch", "-np", "2", "--host-discovery-script", script, "true"]
+    shown = run_command(command, timeout=30, expect=1).output
+    assert shown.rstrip().rpartition("\n")[2].startswith(f"collectivesrun: --host-discovery-script: {problem}")
+
+
+def agents(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if agent.__file__ in process.cmdline()]
+
+
+def test_a_killed_launcher_leaves_nothing_and_no_agent_that_has_no_rank(tmp_path: Path) -> None:
+    """What is left is found by `run_command`."""
+    seen: list[psutil.Process] = []
+
+    def interrupt(processes: list[psutil.Process]) -> None:
+        seen.extend(agents(processes))
+        next(process for process in processes if "collectives.launch" in process.cmdline()).kill()
+
+    hosts, ready = "localhost:1,127.0.0.1:1", (tmp_path / "ready", interrupt)
+    job = run(
+        tmp_path, {1: "leave 1", 2: "touch"}, "-np", "2", "--min-np", "1", "-H", hosts, expect=-9, interrupt=ready
+    )
+    assert job.generations == [[0, 1], [0]] and len(seen) == 2
+
+
+def test_an_interrupt_ends_the_job_without_replacements(tmp_path: Path) -> None:
+    def interrupt(processes: list[psutil.Process]) -> None:
+        next(process for process in processes if "collectives.launch" in process.cmdline()).send_signal(2)
+
+    ready = (tmp_path / "ready", interrupt)
+    job = run(tmp_path, {1: "touch"}, "-np", "2", "--min-np", "1", expect=130, interrupt=ready)
+    assert [event["member"] for event in job.of("started")] == [0, 1]
+
+
+def test_a_dead_agent_is_a_lost_host(tmp_path: Path) -> None:
+    def interrupt(processes: list[psutil.Process]) -> None:
+        ended = [process for process in agents(processes) for child in process.children() if ranks(child) == {"1"}]
+        ended[0].kill()
+
+    def ranks(process: psutil.Process) -> set[str]:
+        return {process.environ().get("COLLECTIVES_MEMBER", "")}
+
+    ready = (tmp_path / "ready", interrupt)
+    options = ["-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1", "--elastic-timeout", "5"]
+    job = run(tmp_path, {1: "touch", 2: "finish"}, *options, expect=None, interrupt=ready)
+    assert job.of("host_lost")[0]["host"] == "127.0.0.1" and job.of("blacklisted")[0]["host"] == "127.0.0.1"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import pickle
 import signal
@@ -32,7 +33,7 @@ from collectives.base.errors import (
 from collectives.launch import cli, records
 from collectives.launch.agent import die_with_parent
 
-CALL, RESULT, FAILURE = "call", "result-{}", "failure-{}"
+CALL, RESULT, FAILURE, EVENTS = "call", "result-{}", "failure-{}", "events"
 """Names of files in the folder that this process shares with the ranks."""
 _AFTER_TERMINATE = 30.0
 
@@ -42,7 +43,10 @@ def run(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    np: int = 1,
+    np: int | None = 1,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    host_discovery_script: str | None = None,
     options: Sequence[str] = (),
     executable: str | None = None,
     timeout: float | None = None,
@@ -51,25 +55,43 @@ def run(
     with tempfile.TemporaryDirectory(prefix="collectives-run-") as name:
         folder = Path(name)
         (folder / CALL).write_bytes(_pickled(function, tuple(args), dict(kwargs or {})))
-        arguments = [
-            "-np",
-            str(np),
-            *options,
-            executable or sys.executable,
-            "-m",
-            "collectives.launch.run_function",
-            name,
-        ]
-        cli.check_arguments(arguments)
+        values = {"-np": np, "--min-np": min_np, "--max-np": max_np, "--host-discovery-script": host_discovery_script}
+        own = [f"{flag}={value}" for flag, value in values.items() if value is not None] + list(options)
+        program = [executable or sys.executable, "-m", "collectives.launch.run_function", name]
+        elastic = cli.check_arguments([*own, *program])
+        arguments = [*own, *([f"--elastic-events={folder / EVENTS}"] if elastic else []), *program]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_search_path())}
         code = _wait([sys.executable, "-m", "collectives.launch", *arguments], environment, timeout)
+        if elastic:
+            return _of_elastic_job(folder, code)
         failures = [records.parse(path.read_bytes()) for path in folder.glob(FAILURE.format("*"))]
         first = records.culprit(failure for failure in failures if failure is not None)
         if first is not None:
             raise RankFailedError(f"run: rank {first.rank} on {first.host} failed:\n{first.text}")
         if code:
             raise RankFailedError(f"run: the job ended with exit code {code}; the ranks' last output is on stderr")
+        assert np is not None
         return [_returned(folder, rank) for rank in range(np)]
+
+
+def _of_elastic_job(folder: Path, code: int) -> list[Any]:
+    """Return what the members have returned, by rank; those that finished before the last generation come last."""
+    lines = (folder / EVENTS).read_text().splitlines() if (folder / EVENTS).exists() else []
+    events = [json.loads(line) for line in lines]
+    if code:
+        failed: list[int] = next((event["failed"] for event in reversed(events) if event["event"] == "done"), [])
+        texts = [record.text for member in failed if (record := _failure(folder, member)) is not None]
+        texts += [event["text"] for event in events if event["event"] in ("gave_up", "died")][-1:]
+        raise RankFailedError(f"run: the elastic job ended with exit code {code}: {texts[0] if texts else ''}")
+    ranks: list[int] = next((event["members"] for event in reversed(events) if event["event"] == "generation"), [])
+    members = [int(path.name.removeprefix(RESULT.format(""))) for path in folder.glob(RESULT.format("*[0-9]"))]
+    members.sort(key=lambda member: (ranks.index(member) if member in ranks else len(ranks), member))
+    return [_returned(folder, member) for member in members]
+
+
+def _failure(folder: Path, rank: int) -> records.Record | None:
+    path = folder / FAILURE.format(rank)
+    return records.parse(path.read_bytes()) if path.exists() else None
 
 
 def _pickled(*call: object) -> bytes:

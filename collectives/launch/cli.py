@@ -39,11 +39,13 @@ _OF_SSH = {
 """Options for starting ranks without MPI, and why they have no effect with it."""
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise an InvalidArgumentError that says why, if ``collectivesrun`` does not accept these arguments."""
+def check_arguments(arguments: Sequence[str]) -> bool:
+    """Return whether these arguments of ``collectivesrun`` start an elastic job. InvalidArgumentError: a mistake."""
     parser = make_parser()
     options = parser.parse_args(split(parser, arguments)[0])
-    _ranks_and_hosts(options, elastic_options.wanted(options))
+    elastic = elastic_options.wanted(options)
+    _ranks_and_hosts(options, elastic)
+    return elastic
 
 
 def horovodrun() -> int:
@@ -273,7 +275,7 @@ def _start_elastic(
     shown = Output(max(ranks, 2), tag=options.tag, verbose=True)
     words = before_rank.pack([options.output_filename, str(len(str(ranks - 1))), "", shown.terminal, *program])
     members = ElasticAgents(
-        elastic_options.rules(options, environment, config),
+        elastic_options.rules(options, hosts, environment, config),
         elastic_options.hosts_of(options, hosts),
         words,
         environment,

@@ -245,7 +245,7 @@ class ElasticAgents(Agents):
 
     def end_at(self) -> float:
         done = self._driver.end is not None and not self._driver.end.code
-        return self._ended_at + (0.0 if done or not self._driver.members else _AFTER_FAILURE)
+        return self._ended_at + (0.0 if done or not self._driver.reports() else _AFTER_FAILURE)
 
     def send_signal(self, number: int) -> None:
         self._driver.interrupted()

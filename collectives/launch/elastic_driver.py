@@ -207,7 +207,10 @@ class Driver:
             return []
         member.question, member.since = question, now
         what = thing.get("what")
-        if what == "here":
+        if self.end is not None:
+            if what in ("here", "ready", "ended"):
+                self._answer(member, {"give_up": self.end.text or "the job has ended"})
+        elif what == "here":
             self._here(member)
         elif what == "runs":
             self._recovers = True
@@ -265,6 +268,10 @@ class Driver:
         actions, self._actions = self._actions, []
         return actions
 
+    def reports(self) -> bool:
+        """Whether members live that may still say why the job has ended."""
+        return any(number in self.ranks or not self.generation for number in self.members)
+
     def interrupted(self) -> None:
         """Start and replace no more members: the job is being ended from outside."""
         self.end = self.end or End(1)
@@ -272,11 +279,12 @@ class Driver:
     def tick(self, now: float) -> list[Action]:
         """Do what is due, and return what is to be done."""
         if self.end is None:
+            self._look_for_end()
+        if self.end is None:
             self._clear_places(now)
             self._fill(now)
             self._form(now)
             self._notify(now)
-            self._look_for_end()
         actions, self._actions = self._actions, []
         return actions
 

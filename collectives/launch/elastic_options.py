@@ -45,7 +45,7 @@ def add_to(parser: argparse.ArgumentParser, positive: Number, count: Number, sec
     cooldown = add("--blacklist-cooldown-range", metavar=("MIN", "MAX"), type=seconds, nargs=2)
     cooldown.help = "seconds for which a host is blacklisted, twice as long each time (default: for ever)"
     failure = add("--on-rank-failure", choices=("rank", "host"))
-    failure.help = "replace the rank, or blacklist its host, as horovodrun does (default: rank)"
+    failure.help = "replace the rank, or blacklist its host (default: rank; of horovodrun with several hosts: host)"
     spares = add("--warm-spares", metavar="N", type=count)
     spares.help = "ranks beyond --max-np that are kept ready, where hosts have slots for them (default: 0)"
     events = add("--elastic-events", metavar="FILE", action="append")
@@ -90,8 +90,9 @@ def _sizes(options: argparse.Namespace) -> tuple[int, int | None]:
     return smallest, options.ranks if options.max_np is None else options.max_np
 
 
-def rules(options: argparse.Namespace, environment: Mapping[str, str], config: Config) -> Rules:
+def rules(options: argparse.Namespace, hosts: Sequence[Host], environment: Mapping[str, str], config: Config) -> Rules:
     """Return the rules that parsed options make; what they leave open, the environment may say."""
+    several = options.host_discovery_script is not None or len(hosts) > 1
     smallest, largest = _sizes(options)
     timeout = options.elastic_timeout
     for name in _TIMEOUTS:
@@ -108,7 +109,7 @@ def rules(options: argparse.Namespace, environment: Mapping[str, str], config: C
         grace=config.peer_timeout,
         reset_limit=options.reset_limit,
         cooldown=options.blacklist_cooldown_range and (*options.blacklist_cooldown_range,),
-        blacklist_host=(options.on_rank_failure or ("host" if options.as_horovod else "rank")) == "host",
+        blacklist_host=(options.on_rank_failure or ("host" if options.as_horovod and several else "rank")) == "host",
         spares=options.warm_spares or 0,
     )
 

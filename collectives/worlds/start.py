@@ -18,6 +18,9 @@ def run(
     *,
     np: int | None = None,
     num_proc: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    host_discovery_script: str | None = None,
     options: Sequence[str] = (),
     executable: str | None = None,
     timeout: float | None = None,
@@ -33,12 +36,14 @@ def run(
         args, kwargs: its arguments, the same on every rank.
         np: the number of ranks; 1 by default.
         num_proc: Horovod's name for ``np``.
+        min_np, max_np: make the job elastic: the fewest ranks that it goes on with, ``np`` by default, and the most.
+        host_discovery_script: makes the job elastic: a command that prints the hosts that there are now.
         options: further options of ``collectivesrun``, such as ``["--hosts", "host1:4,host2:4"]``.
         executable: the ranks' Python interpreter; this one by default.
         timeout: seconds after which the job is ended; None: no limit.
 
     Returns:
-        The function's results, by rank.
+        The function's results, by rank; of an elastic job those of its last generation.
 
     Raises:
         InvalidArgumentError: ``np`` and ``num_proc`` differ, an option cannot be understood, or the function cannot be
@@ -51,10 +56,12 @@ def run(
         raise InvalidArgumentError(
             f"run: np={np} and num_proc={num_proc} are two names of the number of ranks; give one"
         )
-    ranks = next((number for number in (np, num_proc) if number is not None), 1)
+    elastic = {"min_np": min_np, "max_np": max_np, "host_discovery_script": host_discovery_script}
+    elastic = {name: value for name, value in elastic.items() if value is not None}
+    ranks = next((number for number in (np, num_proc) if number is not None), None if elastic else 1)
     # The launcher is on a higher floor, and slow to import for programs that a launcher has already started.
     launch = importlib.import_module("collectives.launch")
     returned: list[Returned] = launch.run(
-        function, args, kwargs, np=ranks, options=options, executable=executable, timeout=timeout
+        function, args, kwargs, np=ranks, options=options, executable=executable, timeout=timeout, **elastic
     )
     return returned

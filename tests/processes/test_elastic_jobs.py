@@ -35,7 +35,8 @@ store = Store(host, int(port), bytes.fromhex(os.environ["COLLECTIVES_KEY"]), 60.
 def say(what, why=""):
     global said
     said += 1
-    store.set(f"elastic/said/{member}/{said}", json.dumps({"what": what, "generation": generation, "why": why}).encode())
+    thing = {"what": what, "generation": generation, "why": why}
+    store.set(f"elastic/said/{member}/{said}", json.dumps(thing).encode())
 
 def ask(what, why=""):
     say(what, why)

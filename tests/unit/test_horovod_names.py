@@ -329,12 +329,20 @@ def test_horovod_run_takes_horovods_arguments(called: list[Any]) -> None:
     cli.check_arguments(["-np", "3", *given])
 
 
+def test_horovod_run_takes_horovods_arguments_of_elastic_jobs(called: list[Any]) -> None:
+    elastic = {"min_num_proc": 1, "max_num_proc": 4, "slots": 2, "reset_limit": 3, "cooldown_range": (1, 5)}
+    importlib.import_module("horovod").run(len, ("abc",), num_proc=2, host_discovery_script="find", **elastic)
+    options = called.pop()[1]["options"]
+    assert options[0] == "--as-horovod" and options[-3:] == ["--blacklist-cooldown-range", "1", "5"]
+    assert set(options[1:-3]) == {
+        "--min-np=1", "--max-np=4", "--host-discovery-script=find", "--slots-per-host=2", "--reset-limit=3",
+    }  # fmt: skip
+    assert cli.check_arguments(["-np", "2", *options, "program"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"min_np": 1, "max_np": 4}, "min_np=1, max_np=4: the number of ranks is fixed"),
-        ({"reset_limit": 3}, "reset_limit=3"),
-        ({"host_discovery_script": "find"}, "host_discovery_script='find': the number of ranks is fixed"),
         ({"hosts": "a:1", "hostfile": "f"}, "hosts or hostfile, got both"),
         ({"use_gloo": True, "use_mpi": True}, "use_gloo or use_mpi, got both"),
     ],

@@ -72,6 +72,15 @@ def test_the_number_of_ranks_has_two_names(
     assert seen == [((len, ["abc"], None), {"np": ranks, "options": (), "executable": None, "timeout": 5})]
 
 
+def test_elastic_jobs_need_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(launch, "run", lambda *args, **kwargs: seen.append(kwargs))
+    collectives.run(len, ["abc"], min_np=1, max_np=3)
+    collectives.run(len, ["abc"], np=2, host_discovery_script="find")
+    names = ("np", "min_np", "max_np", "host_discovery_script")
+    assert [[kwargs.get(name) for name in names] for kwargs in seen] == [[None, 1, 3, None], [2, None, None, "find"]]
+
+
 def test_two_numbers_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="np=2 and num_proc=3"):
         collectives.run(len, ["abc"], np=2, num_proc=3)

@@ -45,29 +45,16 @@ def run(
     ``hosts``, ``hostfile``, ``output_filename``, ``verbose``, ``mpi_args``, ``executable``, ``use_mpi`` and
     ``network_interface`` are as in Horovod. ``use_gloo`` starts the ranks without MPI; ``ssh_port``,
     ``ssh_identity_file`` and ``start_timeout`` have an effect then. Arguments without effect are reported.
+    ``min_num_proc`` (``min_np``) or ``host_discovery_script`` makes the job elastic; ``max_num_proc`` (``max_np``),
+    ``slots``, ``reset_limit`` and ``cooldown_range`` are for such jobs.
 
     Returns:
-        The function's results, by rank.
+        The function's results, by rank; of an elastic job those of its last generation.
 
     Raises:
-        InvalidArgumentError: the arguments are for an elastic job, or contradict each other.
+        InvalidArgumentError: the arguments contradict each other.
         RankFailedError: a rank failed; has its traceback.
     """
-    elastic = {
-        "min_num_proc": min_num_proc,
-        "max_num_proc": max_num_proc,
-        "min_np": min_np,
-        "max_np": max_np,
-        "slots": slots,
-        "reset_limit": reset_limit,
-        "cooldown_range": cooldown_range,
-        "host_discovery_script": host_discovery_script,
-    }
-    asked = [f"{name}={value!r}" for name, value in elastic.items() if value is not None]
-    if asked:
-        raise InvalidArgumentError(
-            f"horovod.run: {', '.join(asked)}: the number of ranks is fixed, there are no elastic jobs"
-        )
     if hosts is not None and hostfile is not None:
         raise InvalidArgumentError("horovod.run: expected hosts or hostfile, got both")
     if use_gloo and use_mpi:
@@ -82,8 +69,14 @@ def run(
         "--mpi-args": mpi_args,
         "--network-interface": network_interface,
         "--network-interfaces": ",".join(network_interfaces) if network_interfaces else None,
+        "--min-np": min_num_proc if min_np is None else min_np,
+        "--max-np": max_num_proc if max_np is None else max_np,
+        "--host-discovery-script": host_discovery_script,
+        "--slots-per-host": slots,
+        "--reset-limit": reset_limit,
     }
     switches = {"--disable-cache": disable_cache, "--verbose": verbose, "--gloo": use_gloo, "--mpi": use_mpi}
     options = ["--as-horovod", *(flag for flag, value in switches.items() if value)]
     options += [f"{flag}={value}" for flag, value in values.items() if value is not None]
+    options += ["--blacklist-cooldown-range", *map(str, cooldown_range)] if cooldown_range is not None else []
     return _launch.run(func, args, kwargs, np=num_proc if np is None else np, options=options, executable=executable)

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import numpy as np
 
-from collectives.base.errors import InvalidArgumentError, RecoverableError
+from collectives.base.errors import InvalidArgumentError, RecoverableError, in_words
 from collectives.base.reduce_op import Op
 from collectives.elastic import retry
 from collectives.elastic.events import tell
@@ -101,6 +101,7 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                     raise
                 failures.add(error, state)
                 cause = error
+                _fail(error)
                 state.restore()
                 restored = True
             if not steps.renewed:
@@ -148,6 +149,13 @@ def _renew(cause: Exception | str) -> None:
     start = time.monotonic()
     generations.renew(cause)
     tell("renewed", why, time.monotonic() - start)
+
+
+def _fail(error: Exception) -> None:
+    """Have the world fail here, if it has not, so that what is in flight does not make `State.restore` wait."""
+    world = runtime.world()
+    if world.failure is None:
+        world.fail(in_words(world.rank, error))
 
 
 def _anywhere(restored: bool) -> bool:

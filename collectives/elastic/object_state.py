@@ -66,10 +66,14 @@ class Attributes(Part):
 
     def replaced(self, view: Any, kind: str, present: Any) -> Any:
         """An attribute with the elements of a view: the present one, if it has the same form."""
-        if self.kind(present) != kind or not present.flags.writeable or self.entry(present) != self.entry(view):
+        if self.kind(present) != kind or self.entry(present) != self.entry(view) or not self.writeable(present):
             return self.renewed(view, kind, present)
-        np.copyto(present, view)
+        self.copy(view, present)
         return present
+
+    def writeable(self, tensor: Any) -> bool:
+        """Whether a tensor may be changed in place."""
+        return bool(tensor.flags.writeable)
 
     def _collected(self) -> tuple[dict[str, Any], bytes]:
         values = {name: getattr(self._owner, name) for name in self._names}

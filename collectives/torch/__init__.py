@@ -15,7 +15,7 @@ Tensors may be on the CPU or on GPUs, in any dtype that the engine supports, bfl
 from collectives import empty_cache, init, is_mapped, shutdown
 from collectives.frontends import basics
 from collectives.frontends.basics import *  # noqa: F403
-from collectives.torch import ddp, operations, reductions
+from collectives.torch import ddp, elastic, operations, reductions
 from collectives.torch.handles import poll, synchronize
 from collectives.torch.memory import empty, empty_like, zeros
 from collectives.torch.operations import *  # noqa: F403
@@ -34,6 +34,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ddp",
+    "elastic",
     "empty",
     "empty_cache",
     "empty_like",

@@ -236,11 +236,15 @@ class GradientSteps:
 
     def load_state_dict(self, state_dict: Any) -> None:
         """As ``torch.optim.Optimizer.load_state_dict``; gradients in flight are waited for and dropped."""
-        if self._reducer is not None:
-            self._reducer.drop()
+        self.drop_gradients()
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def drop_gradients(self) -> None:
+        """Wait for gradients in flight and forget them, as if no backward pass had been; also where that fails."""
         self._synchronized = False
         self._should_synchronize = True
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        if self._reducer is not None:
+            self._reducer.drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; the new parameters' gradients are combined, too."""

@@ -47,12 +47,12 @@ def broadcast_optimizer_state(
             names the first difference.
     """
     label = "broadcast_optimizer_state"
-    world, root, _ = agreed_root(label, root_rank, process_set, lambda: (None, _layout(optimizer)))
+    world, root, _ = agreed_root(label, root_rank, process_set, lambda: (None, layout(optimizer)))
     if world.config.gradients == "horovod" and not optimizer.state:
         _make_gradients(optimizer, model)
     if world.rank == root:
         try:
-            data, tensors = _take_apart(optimizer)
+            data, tensors = take_apart(optimizer)
         except Exception as error:
             raise world.refused(
                 InvalidTypeError(f"{label}: the state cannot be sent: {error}"), f"{label}.length"
@@ -62,7 +62,7 @@ def broadcast_optimizer_state(
         received = world.broadcast_bytes(b"", root, name=label)
     with world.ahead_of(label):
         if world.rank != root:
-            state, tensors = _put_together(received.tobytes(), optimizer)
+            state, tensors = put_together(received.tobytes(), optimizer)
         places = {name: describe(name, tensor) for name, tensor in tensors.items()}
     agree(world, label, places)  # the next operations are broadcasts of these tensors by these names
     move(world, label, root, tensors)
@@ -99,15 +99,15 @@ class _TensorPlace(NamedTuple):
     beside: int | None
 
 
-class _OptimizerState(NamedTuple):
-    """An optimizer's state, with numbers in place of parameters."""
+class OptimizerState(NamedTuple):
+    """An optimizer's state, with numbers in place of parameters; `store` gives it to an optimizer."""
 
     options: list[dict[str, Any]]
     of_parameters: dict[int, Any]
     other: dict[Any, Any]
 
     @classmethod
-    def of(cls, optimizer: Any) -> _OptimizerState:
+    def of(cls, optimizer: Any) -> OptimizerState:
         parameters = _parameters(optimizer)
         return cls(
             [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
@@ -142,7 +142,7 @@ def _parameters(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _layout(optimizer: Any) -> dict[str, str]:
+def layout(optimizer: Any) -> dict[str, str]:
     """Descriptions that must be equal on every rank."""
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
         raise InvalidTypeError(
@@ -160,9 +160,9 @@ def _layout(optimizer: Any) -> dict[str, str]:
     }
 
 
-def _take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
-    """The root's pickled state, and the tensors in it."""
-    state, parameters = _OptimizerState.of(optimizer), _parameters(optimizer)
+def take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
+    """The pickled state, and the tensors that were in it."""
+    state, parameters = OptimizerState.of(optimizer), _parameters(optimizer)
     names = {id(tensor): name for name, tensor in state.tensors().items()}
     owners = {
         id(value): number
@@ -193,9 +193,10 @@ def _take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
     return file.getvalue(), tensors
 
 
-def _put_together(data: bytes, optimizer: Any) -> tuple[_OptimizerState, Tensors]:
-    """The root's state with tensors of this rank, and these tensors, still to be filled."""
-    parameters, own_tensors = _parameters(optimizer), _OptimizerState.of(optimizer).tensors()
+def put_together(data: bytes, optimizer: Any) -> tuple[OptimizerState, Tensors]:
+    """The state of `take_apart`, with an optimizer's own tensors where they fit, and these tensors, still to be
+    filled."""
+    parameters, own_tensors = _parameters(optimizer), OptimizerState.of(optimizer).tensors()
     tensors: Tensors = {}
     taken: set[int] = set()
 
@@ -220,7 +221,7 @@ def _put_together(data: bytes, optimizer: Any) -> tuple[_OptimizerState, Tensors
         def persistent_load(self, pid: Any) -> Any:
             return tensor_at(_TensorPlace(*pid))
 
-    state: _OptimizerState = Unpickler(io.BytesIO(data)).load()
+    state: OptimizerState = Unpickler(io.BytesIO(data)).load()
     return state, tensors
 
 

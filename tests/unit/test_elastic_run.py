@@ -42,6 +42,8 @@ class Played:
     def renew(self, why: BaseException | str) -> None:
         self.calls.append(f"renew after {why if isinstance(why, str) else type(why).__name__}")
         self.notice = (self.notice[0], 0)  # what was said is over with its generation
+        collectives.shutdown()
+        collectives.init()
 
     def notices(self) -> tuple[int, int]:
         return self.notice

@@ -52,6 +52,14 @@ def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
         variable.assign(value)
 
 
+def described(variables: Sequence[Any]) -> dict[str, str]:
+    """What must be equal on all ranks, by number: names may differ."""
+    return {
+        f"variable {at}": f"{getattr(variable.dtype, 'name', variable.dtype)} of shape {tuple(variable.shape)}"
+        for at, variable in enumerate(variables)
+    }
+
+
 def broadcast(
     variables: Sequence[Any],
     root_rank: int,
@@ -72,11 +80,7 @@ def broadcast(
     """
 
     def prepare() -> tuple[list[Any], dict[str, str]]:
-        described = {
-            f"variable {at}": f"{getattr(variable.dtype, 'name', variable.dtype)} of shape {tuple(variable.shape)}"
-            for at, variable in enumerate(variables)
-        }
-        return [np.array(value, order="C") for value in read(variables)], described
+        return [np.array(value, order="C") for value in read(variables)], described(variables)
 
     world, root, values = agreed_root(label, root_rank, process_set, prepare)
     broadcast_in_place(world, label, root, {str(at): value for at, value in enumerate(values)}, ArrayMemory())

@@ -18,7 +18,7 @@ arguments are those of `collectives.torch`. Optax is optional, and needed only f
 
 from collectives.frontends import basics
 from collectives.frontends.basics import *  # noqa: F403
-from collectives.jax import operations
+from collectives.jax import elastic, operations
 from collectives.jax.eager import init, shutdown
 from collectives.jax.gradients import grad, value_and_grad
 from collectives.jax.operations import *  # noqa: F403
@@ -31,6 +31,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_parameters",
     "distributed_gradients",
+    "elastic",
     "grad",
     "init",
     "shutdown",

@@ -12,7 +12,7 @@ It supports Keras's TensorFlow, JAX and PyTorch backends, and imports no framewo
 from collectives import allgather_object, barrier, broadcast_object, init, join, shutdown
 from collectives.frontends import basics
 from collectives.frontends.basics import *  # noqa: F403
-from collectives.keras import callbacks, value_collectives
+from collectives.keras import callbacks, elastic, value_collectives
 from collectives.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from collectives.keras.value_collectives import *  # noqa: F403
 
@@ -23,6 +23,7 @@ __all__ = [
     "barrier",
     "broadcast_object",
     "callbacks",
+    "elastic",
     "init",
     "join",
     "load_model",

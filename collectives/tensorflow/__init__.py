@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from collectives import init, shutdown
 from collectives.frontends import basics
 from collectives.frontends.basics import *  # noqa: F403
-from collectives.tensorflow import functions, operations, rank_queries
+from collectives.tensorflow import elastic, functions, operations, rank_queries
 from collectives.tensorflow.functions import *  # noqa: F403
 from collectives.tensorflow.operations import *  # noqa: F403
 from collectives.tensorflow.optimizer import DistributedOptimizer
@@ -35,6 +35,7 @@ __all__ = [
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
+    "elastic",
     "init",
     "shutdown",
 ]

@@ -11,7 +11,7 @@ from collectives import allgather_object, barrier, broadcast_object, init, join,
 from collectives.frontends import basics
 from collectives.frontends.basics import *  # noqa: F403
 from collectives.tensorflow.functions import broadcast_variables
-from collectives.tensorflow.keras import callbacks
+from collectives.tensorflow.keras import callbacks, elastic
 from collectives.tensorflow.keras_version import LEGACY
 
 if not LEGACY and tf.keras.backend.backend() != "tensorflow":
@@ -52,6 +52,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "elastic",
     "init",
     "join",
     "load_model",

@@ -8,7 +8,6 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_ELASTIC = "there are no elastic jobs; save checkpoints, and start again from them"
 _LAUNCHING = "start the ranks with collectivesrun, or from a program with collectives.launch.run"
 _OWN_PARTS = f"there are none of horovodrun's own parts and services: {_LAUNCHING}"
 _PARTS = """
@@ -17,12 +16,7 @@ _PARTS = """
     common.util.secret common.util.settings common.util.timeout common.util.tiny_shell_exec
 """
 INSTEAD = {
-    "horovod.common.elastic": _ELASTIC,
-    "horovod.torch.elastic": _ELASTIC,
-    "horovod.tensorflow.elastic": _ELASTIC,
-    "horovod.tensorflow.keras.elastic": _ELASTIC,
-    "horovod.keras.elastic": _ELASTIC,
-    "horovod.runner.elastic": _ELASTIC,
+    "horovod.runner.elastic": _OWN_PARTS,
     "horovod.data": "there are no data loaders; use the framework's, with the rank and the size for its sampler",
     "horovod.tensorflow.data": "there is no service for other jobs; shard the Dataset by rank and size, or see "
     "docs/horovod.md",

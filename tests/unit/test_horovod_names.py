@@ -253,13 +253,14 @@ def test_python_m_prints_the_folder() -> None:
     )
 
 
-def test_horovods_error_is_what_an_operation_fails_with() -> None:
+def test_horovods_error_is_what_a_new_start_can_cure() -> None:
     kinds = importlib.import_module("horovod.common.exceptions")
-    failures = (errors.MismatchError, errors.RankFailedError, errors.CollectiveTimeoutError, errors.TransportError)
+    failures = (errors.RankFailedError, errors.CollectiveTimeoutError, errors.TransportError)
     assert all(issubclass(kind, kinds.HorovodInternalError) for kind in failures)
     mistakes = (
         errors.InvalidArgumentError,
         errors.InvalidTypeError,
+        errors.MismatchError,
         errors.NotInitializedError,
         kinds.HostsUpdatedInterrupt,
     )

@@ -1,6 +1,7 @@
 """Horovod's errors."""
 
-from collectives.base.errors import OperationError as HorovodInternalError
+from collectives.base.errors import RecoverableError as HorovodInternalError
+from collectives.elastic import HostsUpdatedInterrupt
 
 __all__ = [
     "HorovodInternalError",
@@ -8,13 +9,6 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "get_version_mismatch_message",
 ]
-
-
-class HostsUpdatedInterrupt(RuntimeError):
-    """In elastic jobs, hosts were added or removed. Never raised: elastic jobs are not supported."""
-
-    def __init__(self, skip_sync: bool) -> None:
-        self.skip_sync = skip_sync
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import collectives.tensorflow as _ours
-from collectives.base.errors import OperationError as HorovodInternalError  # noqa: F401
+from collectives.base.errors import RecoverableError as HorovodInternalError  # noqa: F401
 from horovod.common.basics import HorovodBasics  # type: ignore[import-not-found]
 from horovod.common.util import (  # type: ignore[import-not-found]
     check_installed_version,  # noqa: F401

@@ -1,6 +1,6 @@
 """The operations of `collectives.torch`."""
 
-from collectives.base.errors import OperationError as HorovodInternalError  # noqa: F401
+from collectives.base.errors import RecoverableError as HorovodInternalError  # noqa: F401
 from collectives.torch import *  # noqa: F403
 from horovod.common.basics import HorovodBasics  # type: ignore[import-not-found]
 from horovod.common.process_sets import add_process_set  # type: ignore[import-not-found]  # noqa: F401

@@ -93,6 +93,10 @@ class JaxState(ObjectState):
     def _attributes(self, names: Sequence[str]) -> Part:
         return _Attributes(self, names)
 
+    def reset(self) -> None:
+        """Drop compiled programs, which have the earlier rank and size in them."""
+        jax.clear_caches()
+
     def save(self) -> None:
         """Copy the state to host memory; see `ObjectState.save`."""
         eager.wait_for_effects()  # the arrays' computations may contain collectives, which come before the commit's

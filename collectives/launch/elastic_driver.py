@@ -75,7 +75,7 @@ class Set:
     """Set a key of the store."""
 
     key: str
-    value: Mapping[str, Any]
+    value: Mapping[str, Any] | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ class Member:
     Attributes:
         question: the number of what it has said last; if it waits, that is answered.
         born: the generation in which it was admitted; 0: none yet.
+        alone: whether it wants the next generation to have no newcomers.
         since: when it got into its state.
     """
 
@@ -140,6 +141,7 @@ class Member:
     state: State = State.STARTED
     question: int = 0
     born: int = 0
+    alone: bool = False
 
     @property
     def place(self) -> tuple[str, int]:
@@ -147,6 +149,8 @@ class Member:
 
 
 _KILLED = 128 + signal.SIGKILL
+_KILLED_WITHIN = 2.0
+"""Seconds in which a process ends that is killed, if its host can be reached."""
 _NEW = (State.STARTED, State.HERE, State.ALONE, State.READY)
 _ENDS = (State.FINISHED, State.FAILED, State.GONE)
 _WAITS = (State.HERE, State.READY, State.WAITING)
@@ -215,7 +219,7 @@ class Driver:
         elif what == "runs":
             self._recovers = True
         elif what == "ended" and member.number in self.ranks:
-            member.state = State.WAITING
+            member.state, member.alone = State.WAITING, bool(thing.get("alone"))
             self._end_generation(f"member {number}: {thing.get('why') or 'it has ended here'}", now)
             if self._ends_by is None:
                 self._ends_by = now + self.rules.grace
@@ -387,6 +391,7 @@ class Driver:
     def _end_generation(self, why: str, now: float) -> None:
         if not self._ended:
             self._ended, self._why = True, why
+            self._actions.append(Set(f"elastic/g{self.generation}/over", why))
             self._waiting_since = self._said_waiting = now
             self._event("ended", f"generation {self.generation} has ended: {why}", generation=self.generation, why=why)
 
@@ -408,6 +413,9 @@ class Driver:
             return
         if missing:
             return
+        killed = [rank for rank in self.ranks if rank in self.members and self._state(rank) is State.GONE]
+        if killed and self._ends_by is not None and now < self._ends_by + _KILLED_WITHIN:
+            return  # a stopped process that wakes before it dies could write into its peers' memory
         waiting = [self.members[rank] for rank in self.ranks if self._state(rank) is State.WAITING]
         if not waiting:
             return
@@ -416,6 +424,8 @@ class Driver:
         near = {member.host for member in staying}
         ready = [member for member in self.members.values() if member.state is State.READY and not self._finishing]
         ready.sort(key=lambda member: (member.host not in near, member.since, member.number))
+        if len(staying) >= self.rules.smallest and all(member.alone for member in staying):
+            ready.clear()
         newcomers = ready[: max(0, int(min(room, len(ready))))]
         newcomers.sort(key=lambda member: (member.host not in near, member.number))
         if len(staying) + len(newcomers) < (1 if self._finishing else self.rules.smallest):

@@ -183,7 +183,7 @@ class _StoreOfGeneration:
         over = f"{self._prefix}over"
         with suppress(CollectiveTimeoutError):
             self._store.wait([over], timedelta(0))
-            raise RankFailedError(self._store.get(over).decode())
+            raise RankFailedError(json.loads(self._store.get(over)))
         self._store.wait([self._prefix + key for key in keys], timeout)
 
     def close(self) -> None:

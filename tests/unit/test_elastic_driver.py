@@ -28,7 +28,7 @@ class Play:
         alive: the processes, each with the number of what it has said last.
         answers: the last answer to each member, until it is taken.
         generations: the ranks of each generation.
-        notices, events, killed: of the driver so far.
+        notices, events, killed: of the driver so far. ``over``: the generations whose members were told.
     """
 
     def __init__(self, hosts: str, **rules: Any) -> None:
@@ -41,6 +41,7 @@ class Play:
         self.notices: list[tuple[bool, bool]] = []
         self.events: list[Event] = []
         self.killed: list[int] = []
+        self.over: list[int] = []
         self.hosts(hosts)
 
     def do(self, actions: Iterable[Action]) -> None:
@@ -62,6 +63,10 @@ class Play:
         if words[1] == "notice":
             assert action.value["generation"] == len(self.generations)
             self.notices.append((action.value["added"], action.value["removed"]))
+            return
+        if words[2] == "over":
+            assert words[1] == f"g{len(self.generations)}" and action.value
+            self.over.append(len(self.generations))
             return
         member = int(words[2])
         assert words[1] == "answer" and self.alive[member] == int(words[3]), "an answer to what was not asked"
@@ -203,6 +208,40 @@ def test_who_does_not_end_the_generation_is_declared_dead() -> None:
     assert job.killed == [3] and job.ranks == [0, 1, 2]
     job.say("ended", 0, 1, 2)
     assert job.ranks == [0, 1, 2] and len(job.generations) == 3
+
+
+def test_who_is_killed_may_write_no_more_before_the_others_go_on() -> None:
+    play = Play("a:3")
+    play.run()
+    play.say("ended", 0, 1)
+    play.now += 10
+    play.do(play.driver.tick(play.now))
+    assert play.killed == [2] and play.generations == [[0, 1, 2]]
+    play.exit(137, 2)
+    assert play.generations == [[0, 1, 2], [0, 1]]
+
+
+def test_where_its_end_cannot_be_seen_it_is_not_waited_for_long() -> None:
+    play = Play("a:2 b:1")
+    play.run()
+    play.say("ended", 0, 1)
+    for seconds in (10, 2):
+        assert play.generations == [[0, 1, 2]]
+        play.now += seconds
+        play.do(play.driver.tick(play.now))
+    assert play.generations == [[0, 1, 2], [0, 1]]
+
+
+def test_newcomers_wait_while_the_others_combine_their_gradients_again() -> None:
+    play = Play("a:3", smallest=2)
+    play.run()
+    play.exit(137, 1)
+    play.join(3)
+    play.say("ended", 0, 2, alone=True)
+    assert play.generations == [[0, 1, 2], [0, 2]] and play.over == [1]
+    play.exit(137, 0)
+    play.say("ended", 2, alone=True)
+    assert play.generations[2:] == [[2, 3]], "too few are left without it"
 
 
 def test_a_busy_member_is_waited_for_as_long_as_nobody_else_waits() -> None:
@@ -467,6 +506,7 @@ class TestHorovodsScenarios:
         job.run()
         job.exit(1, 0)
         assert job.killed == [1], "the whole host goes"
+        job.exit(137, 1)
         job.say("ended", 2, 3)
         assert job.ranks == [2, 3]
 

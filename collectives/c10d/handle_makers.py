@@ -6,7 +6,8 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,8 +72,15 @@ def result_memory(tensor: Any) -> Any:
 
 
 def store(flat: Any, tensor: Any) -> None:
-    with torch.no_grad():
+    with writing(tensor):
         tensor.copy_(flat.view(tensor.shape))
+
+
+@contextmanager
+def writing(tensor: Any) -> Iterator[None]:
+    """Modes of this thread, which may be the engine's, in which a tensor of the caller's is written."""
+    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+        yield
 
 
 # ---- handles
@@ -97,7 +105,7 @@ def sparse_allreduce(handles: HandleFactory, tensor: Any) -> Handle:
     rows = [coalesced.indices().t().contiguous(), coalesced.values()]
 
     def store(gathered: list[Any]) -> None:
-        with torch.no_grad():
+        with writing(tensor):
             tensor.copy_(torch.sparse_coo_tensor(gathered[0].t(), gathered[1], tensor.shape).coalesce())
 
     return after(handles.grouped({}, handles.allgather, rows), store)
@@ -165,6 +173,7 @@ def gather_to_list(handles: HandleFactory, tensor: Any, parts: Sequence[Any], **
 
 def gather_pair_to_list(handles: HandleFactory, pair: tuple[Any, Sequence[Any]], **options: Any) -> Handle:
     tensor, parts = pair
+    check_dtype(parts, tensor, "all_gather")
     return to_list(handles.allgather(options, elements_of(dense(tensor, "all_gather"))), parts)
 
 
@@ -179,6 +188,7 @@ def exchange(
 def exchange_lists(
     handles: HandleFactory, parts: Sequence[Any], whole: Sequence[Any], sent: list[int], **options: Any
 ) -> Handle:
+    check_dtype(parts, whole[0], "all_to_all")
     flat = elements_of(dense(whole[0], "all_to_all")) if len(whole) == 1 else joined(whole)
     return to_list(handles.alltoall(options, flat, sent), parts)
 
@@ -207,6 +217,12 @@ def to_list(handle: Handle, parts: Sequence[Any]) -> Handle:
             store(elements, part)
 
     return after(handle, divide)
+
+
+def check_dtype(parts: Sequence[Any], sent: Any, operation: str) -> None:
+    other = next((part.dtype for part in parts if part.dtype != sent.dtype), None)
+    if other is not None:
+        raise InvalidTypeError(f"{operation}: expected tensors of dtype {sent.dtype} for the result, got {other}")
 
 
 def check_received(handle: Handle, expected: list[int]) -> None:

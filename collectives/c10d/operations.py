@@ -7,7 +7,10 @@ from its `Work`; where the caller waits for it anyway (``async_op=False``), it i
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from collectives.engine.handles import Handle
 from collectives.engine.messages.matching import ANY_SOURCE
 from collectives.worlds.world import World
 
+_c10d: Any = torch._C._distributed_c10d
 _Kind: Any = ReduceOp.RedOpType
 _OPS = {
     _Kind.SUM: Op.SUM,
@@ -34,6 +38,41 @@ _OPS = {
     _Kind.BXOR: Op.BXOR,
     _Kind.PREMUL_SUM: Op.SUM,
 }
+
+
+def _overloaded(kind: Any) -> Callable[[Callable[..., Work]], Callable[..., Work]]:
+    """Give a method of lists and options c10d's second signature too: of one tensor, or one list, each, with a root, an
+    operation and a timeout, all of them optional, where the options are.
+
+    Args:
+        kind: the class of the options.
+    """
+
+    def decorate(method: Callable[..., Work]) -> Callable[..., Work]:
+        names = list(inspect.signature(method).parameters)[1:-1]
+
+        @functools.wraps(method)
+        def call(self: Operations, *arguments: Any, **keywords: Any) -> Work:
+            if isinstance(arguments[-1], kind) and not keywords:  # always so in torch's own calls
+                return method(self, *arguments)
+            tensors = [*arguments, *(keywords.pop(name) for name in names[len(arguments) :])][: len(names)]
+            if any(isinstance(each, torch.Tensor) for each in tensors):
+                tensors = [[each] for each in tensors]
+            opts = kind()
+            for value in (*arguments[len(names) :], *keywords.values()):
+                if isinstance(value, kind):
+                    opts = value
+                elif isinstance(value, timedelta):
+                    opts.timeout = value
+                elif isinstance(value, int):
+                    opts.rootRank = value
+                elif value is not None:
+                    opts.reduceOp = value
+            return method(self, *tensors, opts)
+
+        return call
+
+    return decorate
 
 
 class Operations:
@@ -50,11 +89,9 @@ class Operations:
 
     # ---- reductions
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        """In place. ``tensors``: a list of one, or of several that complete together; or a tensor. ``opts``: options,
-        or the operation."""
-        if isinstance(tensors, torch.Tensor):
-            tensors = [tensors]
+    @_overloaded(_c10d.AllreduceOptions)
+    def allreduce(self, tensors: Sequence[Any], opts: Any) -> Work:
+        """In place. ``tensors``: one, or several that complete together."""
         op, options = _reduction(opts)
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
@@ -69,18 +106,23 @@ class Operations:
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Work:
         """In place, several tensors together."""
         op, options = _reduction(opts)
+        self._not_empty(tensors, "all_reduce")
         return self._do("all_reduce", opts, tensors, makers.grouped, list(tensors), makers.allreduce, op, **options)
 
+    @_overloaded(_c10d.ReduceOptions)
     def reduce(self, tensors: Sequence[Any], opts: Any) -> Work:
         """On the root in place; the other ranks' tensors are left as they are."""
         op, options = _reduction(opts)
-        tensor, root = _one(tensors, "reduce"), opts.rootRank == self._connected().rank
+        tensor, root = _one(tensors, "reduce"), self._root(opts, "reduce") == self._connected().rank
         return self._do("reduce", opts, tensors, makers.allreduce, tensor, op, root, **options)
 
-    def reduce_scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any = None) -> Work:
-        """``outputs``: this rank's share; ``inputs``: a list of each rank's."""
+    @_overloaded(_c10d.ReduceScatterOptions)
+    def reduce_scatter(
+        self, output_tensors: Sequence[Any], input_tensors: Sequence[Sequence[Any]], opts: Any = None
+    ) -> Work:
+        """``output_tensors``: this rank's share; ``input_tensors``: a list of each rank's."""
         op, options = _reduction(opts)
-        out, parts = _one(outputs, "reduce_scatter"), _one(inputs, "reduce_scatter")
+        out, parts = _one(output_tensors, "reduce_scatter"), _one(input_tensors, "reduce_scatter")
         self._each_rank(parts, "reduce_scatter: input_list")
         share = parts[self._connected().rank]
         if share.numel() != out.numel():
@@ -92,7 +134,7 @@ class Operations:
             return self._do(
                 "reduce_scatter",
                 opts,
-                outputs,
+                output_tensors,
                 makers.reduce_scatter_unevenly,
                 out,
                 parts,
@@ -100,13 +142,15 @@ class Operations:
                 op,
                 **options,
             )
-        return self._do("reduce_scatter", opts, outputs, makers.reduce_scatter_list, out, parts, op, **options)
+        return self._do("reduce_scatter", opts, output_tensors, makers.reduce_scatter_list, out, parts, op, **options)
 
-    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Work:
-        """``input``: the ranks' shares behind each other."""
+    def reduce_scatter_single(self, outputTensor: Any, inputTensor: Any, opts: Any = None) -> Work:
+        """``inputTensor``: the ranks' shares behind each other."""
         op, options = _reduction(opts)
-        self._all_in(input, output, "reduce_scatter_tensor", "input", "output")
-        return self._do("reduce_scatter", opts, [output], makers.reduce_scatter, output, input, op, **options)
+        self._all_in(inputTensor, outputTensor, "reduce_scatter_tensor", "input", "output")
+        return self._do(
+            "reduce_scatter", opts, [outputTensor], makers.reduce_scatter, outputTensor, inputTensor, op, **options
+        )
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
         op, options = _reduction(opts)
@@ -119,11 +163,11 @@ class Operations:
 
     # ---- everything from everyone
 
-    def broadcast(self, tensors: Any, opts: Any) -> Work:
+    @_overloaded(_c10d.BroadcastOptions)
+    def broadcast(self, tensors: Sequence[Any], opts: Any) -> Work:
         """In place."""
-        if isinstance(tensors, torch.Tensor):
-            tensors = [tensors]
         root = opts.rootRank
+        self._not_empty(tensors, "broadcast")
         if len(tensors) == 1 and self._at_once(opts):
             array = makers.array(tensors[0])
             if array is not None:
@@ -135,19 +179,27 @@ class Operations:
 
     def broadcast_one(self, tensor: Any, root: int) -> Work:
         """`broadcast` of one tensor, as torchft spells it."""
-        opts = torch._C._distributed_c10d.BroadcastOptions()
-        opts.rootRank = root
-        return self.broadcast([tensor], opts)
+        return self.broadcast(tensor, root)
 
-    def allgather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None) -> Work:
-        """``outputs``: lists of each rank's tensor, which may differ in size."""
-        gathered = [out for parts in outputs for out in parts]
-        for parts in outputs:
+    @_overloaded(_c10d.AllgatherOptions)
+    def allgather(
+        self, output_tensors: Sequence[Sequence[Any]], input_tensors: Sequence[Any], opts: Any = None
+    ) -> Work:
+        """``output_tensors``: lists of each rank's tensor, which may differ in size."""
+        self._not_empty(input_tensors, "all_gather")
+        if len(output_tensors) != len(input_tensors):
+            raise self._refused(
+                f"all_gather: expected one list for each of {len(input_tensors)} tensors, got {len(output_tensors)}"
+            )
+        for parts in output_tensors:
             self._each_rank(parts, "all_gather: tensor_list")
-        if len(inputs) == 1:
-            return self._do("all_gather", opts, gathered, makers.gather_to_list, inputs[0], outputs[0], inputs=inputs)
-        pairs = list(zip(inputs, outputs, strict=True))
-        return self._do("all_gather", opts, gathered, makers.grouped, pairs, makers.gather_pair_to_list, inputs=inputs)
+        gathered = [out for parts in output_tensors for out in parts]
+        pairs = list(zip(input_tensors, output_tensors, strict=True))
+        if len(pairs) == 1:
+            return self._do("all_gather", opts, gathered, makers.gather_to_list, *pairs[0], inputs=input_tensors)
+        return self._do(
+            "all_gather", opts, gathered, makers.grouped, pairs, makers.gather_pair_to_list, inputs=input_tensors
+        )
 
     def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None) -> Work:
         """``outputs``: of each rank, a list of its tensors."""
@@ -164,34 +216,42 @@ class Operations:
         pairs = list(zip(outputs, inputs, strict=True))
         return self._do("all_gather", opts, outputs, makers.grouped, pairs, makers.gather_pair)
 
-    def gather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Work:
-        """``outputs``: on the root, a list of each rank's tensor."""
-        world, tensor = self._connected(), _one(inputs, "gather")
-        parts = outputs[0] if outputs and opts.rootRank == world.rank else []
-        if opts.rootRank == world.rank:
+    @_overloaded(_c10d.GatherOptions)
+    def gather(self, output_tensors: Sequence[Sequence[Any]], input_tensors: Sequence[Any], opts: Any) -> Work:
+        """``output_tensors``: on the root, a list of each rank's tensor."""
+        world, tensor, root = self._connected(), _one(input_tensors, "gather"), self._root(opts, "gather")
+        parts = output_tensors[0] if output_tensors and root == world.rank else []
+        if root == world.rank:
             self._each_rank(parts, "gather: gather_list")
         splits = [0] * world.size
-        splits[opts.rootRank] = tensor.numel()
+        splits[root] = tensor.numel()
         return self._do("gather", opts, list(parts), makers.exchange_lists, list(parts), [tensor], splits)
 
-    def scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any) -> Work:
-        """``inputs``: on the root, a list of each rank's tensor."""
-        world, out = self._connected(), _one(outputs, "scatter")
+    @_overloaded(_c10d.ScatterOptions)
+    def scatter(self, output_tensors: Sequence[Any], input_tensors: Sequence[Sequence[Any]], opts: Any) -> Work:
+        """``input_tensors``: on the root, a list of each rank's tensor."""
+        world, out, root = self._connected(), _one(output_tensors, "scatter"), self._root(opts, "scatter")
         parts: Sequence[Any] = []
-        if opts.rootRank == world.rank:
-            parts = _one(inputs, "scatter")
+        if root == world.rank:
+            parts = _one(input_tensors, "scatter")
             self._each_rank(parts, "scatter: scatter_list")
-        return self._do("scatter", opts, outputs, makers.scatter, out, parts, opts.rootRank, world.size)
+        return self._do("scatter", opts, output_tensors, makers.scatter, out, parts, root, world.size)
 
     # ---- everyone to everyone
 
     def all_to_all_single(
-        self, output: Any, input: Any, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+        self,
+        output: Any,
+        input: Any,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> Work:
-        """``output_splits``, ``input_splits``: rows from and to each rank; empty: equally many."""
-        received = self._elements(output, output_splits, "output_split_sizes")
-        sent = self._elements(input, input_splits, "input_split_sizes")
-        return self._do("all_to_all", opts, [output], makers.exchange, output, input, sent, received)
+        """``output_split_sizes``, ``input_split_sizes``: rows from and to each rank; empty: equally many."""
+        received = self._elements(output, output_split_sizes, "output_split_sizes")
+        sent = self._elements(input, input_split_sizes, "input_split_sizes")
+        return self._do("all_to_all", opts or timeout, [output], makers.exchange, output, input, sent, received)
 
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
         """A list of each rank's tensor, received and sent."""
@@ -202,27 +262,29 @@ class Operations:
 
     # ---- messages
 
-    def send(self, tensors: Sequence[Any], dst: int, tag: int = 0) -> Work:
+    def send(self, tensors: Sequence[Any], dstRank: int, tag: int = 0) -> Work:
         """Never blocks."""
         tensor = makers.dense(_one(tensors, "send"), "send")
         profiled = Range("send", tensors, continuations().submit) if is_profiled() else None
-        return self._noted(Work(tensors, self._connected().isend(makers.elements_of(tensor), dst, tag), None, profiled))
+        return self._noted(
+            Work(tensors, self._connected().isend(makers.elements_of(tensor), dstRank, tag), None, profiled)
+        )
 
-    def recv(self, tensors: Sequence[Any], src: int, tag: int = 0) -> Work:
+    def recv(self, tensors: Sequence[Any], srcRank: int, tag: int = 0) -> Work:
         tensor = makers.dense(_one(tensors, "recv"), "recv")
         into = tensor.detach()
         flat = into.view(-1) if into.is_contiguous() else into
-        name = "recvAnySource" if src == ANY_SOURCE else "recv"
+        name = "recvAnySource" if srcRank == ANY_SOURCE else "recv"
         profiled = Range(name, tensors, continuations().submit) if is_profiled() else None
-        return self._noted(Work(tensors, self._connected().irecv(flat, src, tag), None, profiled))
+        return self._noted(Work(tensors, self._connected().irecv(flat, srcRank, tag), None, profiled))
 
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Work:
         return self.recv(tensors, ANY_SOURCE, tag)
 
     # ---- without tensors
 
-    def barrier(self, opts: Any = None) -> Work:
-        return self._do("barrier", opts, [], makers.barrier)
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        return self._do("barrier", opts or timeout, [], makers.barrier)
 
     def _start_coalescing(self, device: Any = None) -> None:
         self._coalesced = []
@@ -263,7 +325,7 @@ class Operations:
 
         Args:
             name: in the profiler.
-            opts: of the call.
+            opts: of the call; or its timeout.
             tensors: for the result.
             inputs: whose shapes the profiler shows; by default those of ``tensors``.
         """
@@ -291,6 +353,16 @@ class Operations:
     def _refused(self, text: str) -> Exception:
         """The error to raise for arguments that do not fit; the other ranks are told."""
         return self._connected().operations.refused(InvalidArgumentError(text), None)
+
+    def _not_empty(self, tensors: Sequence[Any], operation: str) -> None:
+        if not tensors:
+            raise self._refused(f"{operation}: expected at least one tensor, got an empty list")
+
+    def _root(self, opts: Any, operation: str) -> int:
+        root, size = int(opts.rootRank), self._connected().size
+        if not 0 <= root < size:
+            raise self._refused(f"{operation}: root: expected a rank from 0 to {size - 1}, got {root}")
+        return root
 
     def _each_rank(self, parts: Sequence[Any], argument: str) -> None:
         size = self._connected().size
@@ -335,15 +407,12 @@ def _reduction(opts: Any) -> tuple[Op, dict[str, Any]]:
     """The engine's operation, and further keywords."""
     if opts is None:
         return Op.SUM, {}
-    if isinstance(opts, _Kind):  # before ReduceOp, which says of it that it is one
-        return _OPS[opts], {}
-    op: Any = opts if isinstance(opts, ReduceOp) else opts.reduceOp
-    kind, factor = op.__getstate__()  # on every version of torch
+    kind, factor = opts.reduceOp.__getstate__()  # on every version of torch
     if factor is None:
         return _OPS[kind], {}
     return Op.SUM, {"prescale_factor": float(factor)}
 
 
 def _seconds(opts: Any) -> float | None:
-    timeout = getattr(opts, "timeout", None)
+    timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
     return None if timeout is None or timeout.days < 0 else timeout.total_seconds()

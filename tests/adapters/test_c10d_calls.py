@@ -13,7 +13,14 @@ pytest.importorskip("torch.distributed")
 
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceOp  # noqa: E402
+from torch._C._distributed_c10d import (  # noqa: E402
+    AllgatherOptions,
+    AllreduceOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ScatterOptions,
+)
 
 from tests.adapters.c10d_ranks import default_group, rank, size  # noqa: E402
 
@@ -311,6 +318,95 @@ def test_direct_calls_of_the_group(world: Any) -> None:
     whole = [torch.zeros(4 * size())]
     world.all_gather_single_coalesced(whole, [of(rank())], AllgatherOptions()).wait()
     assert torch.equal(whole[0], torch.cat(every()))
+
+
+def test_direct_calls_of_one_tensor_with_root_operation_and_timeout(world: Any) -> None:
+    """c10d's second signatures, without options."""
+    largest, total = of(size() - 1), torch.stack(every()).sum(0)
+    within = timedelta(seconds=60)
+    for call in (
+        lambda tensor: world.allreduce(tensor, op=ReduceOp.MAX),
+        lambda tensor: world.allreduce([tensor], ReduceOp.MAX, within),
+        lambda tensor: world.broadcast(tensor, root=size() - 1),
+        lambda tensor: world.broadcast(tensor, size() - 1, within),
+    ):
+        tensor = of(rank())
+        call(tensor).wait()
+        assert torch.equal(tensor, largest)
+    tensor = of(rank())
+    world.reduce(tensor, root=1).wait()
+    assert torch.equal(tensor, total if rank() == 1 else of(rank()))
+    parts = [torch.zeros(4) for _ in range(size())]
+    world.allgather(parts, of(rank()), timeout=within).wait()
+    assert all(map(torch.equal, parts, every()))
+    parts = [torch.zeros(4) for _ in range(size())]
+    world.gather(parts if rank() == 1 else [], of(rank()), root=1).wait()
+    assert rank() != 1 or all(map(torch.equal, parts, every()))
+    out = torch.zeros(4)
+    world.scatter(out, every() if rank() == 1 else [], 1).wait()
+    assert torch.equal(out, of(rank()))
+    world.reduce_scatter(out, every(), op=ReduceOp.MAX).wait()
+    assert torch.equal(out, of(rank()))
+    world.reduce_scatter(out, every()).wait()
+    assert torch.equal(out, of(rank()) * size())
+    whole = torch.zeros(4 * size())
+    world.all_gather_single(output=whole, input=of(rank())).wait()
+    assert torch.equal(whole, torch.cat(every()))
+    swapped = torch.zeros(size())
+    world.alltoall_base(swapped, torch.arange(float(size())) + 10 * rank(), [], [], timeout=within).wait()
+    assert torch.equal(swapped, 10 * torch.arange(float(size())) + rank())
+    world.barrier(timeout=within).wait()
+    world.monitored_barrier(within)
+
+
+def test_results_are_stored_in_inference_mode() -> None:
+    """Whichever thread completes the operation: a tensor that was made in the mode is written in it alone."""
+    with torch.inference_mode():
+        parts, part = [torch.zeros(4) for _ in range(size())], of(rank())
+        future = dist.all_gather(parts, part, async_op=True).get_future()
+    future.wait()
+    assert all(map(torch.equal, parts, every()))
+
+
+def test_parts_of_another_dtype_are_refused(world: Any) -> None:
+    """They are not converted in silence."""
+    parts = [torch.zeros(4, dtype=torch.float64) for _ in range(size())]
+    for call in (
+        lambda: dist.all_gather_coalesced([[part] for part in parts], [of(rank())]),
+        lambda: world.allgather([parts], [of(rank())]).wait(),
+        lambda: world.alltoall(parts, every()).wait(),
+    ):
+        with pytest.raises(TypeError, match=r"expected tensors of dtype torch.float32.* got torch.float64"):
+            call()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("root", [-1, 99])
+def test_a_root_that_is_no_rank_is_refused(world: Any, root: int) -> None:
+    parts = [torch.zeros(4) for _ in range(size())]
+    for name, make, tensors in (
+        ("reduce", ReduceOptions, ([of(rank())],)),
+        ("gather", GatherOptions, ([parts], [of(rank())])),
+        ("scatter", ScatterOptions, ([torch.zeros(4)], [parts])),
+    ):
+        opts = make()
+        opts.rootRank = root
+        with pytest.raises(ValueError, match=f"{name}: root: expected a rank from 0 to {size() - 1}, got {root}"):
+            getattr(world, name)(*tensors, opts)
+    dist.barrier()
+
+
+def test_lists_without_tensors_are_refused(world: Any) -> None:
+    for call in (
+        lambda: world.allreduce([]),
+        lambda: world.allreduce_coalesced([]),
+        lambda: world.broadcast([], 0),
+        lambda: world.allgather([], []),
+        lambda: world.allgather([[torch.zeros(4)] * size()] * 2, [of(rank())]),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            call()
+    dist.barrier()
 
 
 def test_arguments_that_do_not_fit_are_named(world: Any) -> None:

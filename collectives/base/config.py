@@ -127,6 +127,26 @@ _level = parser(lambda text: text.strip().lower(), _choice(*LOG_LEVELS).__doc__,
 _horovod_timeline = parser(lambda text: None if text == "DYNAMIC" else text, "a path, or DYNAMIC")
 
 
+class Timeout(float):
+    """Seconds that something else than this module's variable has set.
+
+    Attributes:
+        setting: what that is, for messages.
+    """
+
+    setting = "COLLECTIVES_TIMEOUT"
+
+    def __new__(cls, seconds: float, setting: str) -> Timeout:
+        self = super().__new__(cls, seconds)
+        self.setting = setting
+        return self
+
+
+def setting_of(timeout: float) -> str:
+    """What to raise where `Config.timeout` is too short."""
+    return timeout.setting if isinstance(timeout, Timeout) else Timeout.setting
+
+
 def _setting(
     variable: str,
     default: Any,

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from collectives.base.config import Config
+from collectives.base.config import Config, Timeout
 from collectives.base.errors import InvalidArgumentError
 from collectives.c10d.membership import Membership
 from collectives.c10d.operations import Operations
@@ -63,7 +63,8 @@ class Group(Operations, Membership):
             _Connected.all_ranks = self._connection
 
     def _config(self) -> Config:
-        return replace(Config.from_environment(), timeout=self._timeout.total_seconds())
+        timeout = Timeout(self._timeout.total_seconds(), "timeout= of init_process_group or new_group")
+        return replace(Config.from_environment(), timeout=timeout)
 
     def shutdown(self) -> None:
         """Leave the group; operations in flight fail. Idempotent."""

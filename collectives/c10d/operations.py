@@ -8,7 +8,6 @@ from its `Work`; where the caller waits for it anyway (``async_op=False``), it i
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -49,17 +48,18 @@ def _overloaded(kind: Any) -> Callable[[Callable[..., Work]], Callable[..., Work
     """
 
     def decorate(method: Callable[..., Work]) -> Callable[..., Work]:
-        names = list(inspect.signature(method).parameters)[1:-1]
+        count = method.__code__.co_argcount - 2  # of tensors, or lists of them
 
         @functools.wraps(method)
         def call(self: Operations, *arguments: Any, **keywords: Any) -> Work:
-            if isinstance(arguments[-1], kind) and not keywords:  # always so in torch's own calls
+            if not keywords and isinstance(arguments[-1], kind):  # always so in torch's own calls
                 return method(self, *arguments)
-            tensors = [*arguments, *(keywords.pop(name) for name in names[len(arguments) :])][: len(names)]
+            named = sorted(keywords.keys() - {"opts", "root", "op", "timeout"}, reverse=True)  # output before input
+            tensors = [*arguments[:count], *(keywords.pop(name) for name in named)]
             if any(isinstance(each, torch.Tensor) for each in tensors):
                 tensors = [[each] for each in tensors]
             opts = kind()
-            for value in (*arguments[len(names) :], *keywords.values()):
+            for value in (*arguments[count:], *keywords.values()):
                 if isinstance(value, kind):
                     opts = value
                 elif isinstance(value, timedelta):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from collectives.base import interrupts
-from collectives.base.config import Config
+from collectives.base.config import Config, setting_of
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
 from collectives.base.wake_up import WakeUp
 from collectives.engine.callers import THREAD_NAME, Callers
@@ -353,7 +353,7 @@ class Progress:
         )
         raise CollectiveTimeoutError(
             f"rank {self._rank}: {handle.name}: waited {self._timeout:g} s for {who} but did not come; "
-            f"see what it is doing, or raise COLLECTIVES_TIMEOUT"
+            f"see what it is doing, or raise {setting_of(self._timeout)}"
         )
 
 

@@ -327,6 +327,7 @@ def test_direct_calls_of_one_tensor_with_root_operation_and_timeout(world: Any) 
     for call in (
         lambda tensor: world.allreduce(tensor, op=ReduceOp.MAX),
         lambda tensor: world.allreduce([tensor], ReduceOp.MAX, within),
+        lambda tensor: world.allreduce(tensor=tensor, op=ReduceOp.MAX),
         lambda tensor: world.broadcast(tensor, root=size() - 1),
         lambda tensor: world.broadcast(tensor, size() - 1, within),
     ):
@@ -337,7 +338,7 @@ def test_direct_calls_of_one_tensor_with_root_operation_and_timeout(world: Any) 
     world.reduce(tensor, root=1).wait()
     assert torch.equal(tensor, total if rank() == 1 else of(rank()))
     parts = [torch.zeros(4) for _ in range(size())]
-    world.allgather(parts, of(rank()), timeout=within).wait()
+    world.allgather(input_tensor=of(rank()), output_tensors=parts, timeout=within).wait()
     assert all(map(torch.equal, parts, every()))
     parts = [torch.zeros(4) for _ in range(size())]
     world.gather(parts if rank() == 1 else [], of(rank()), root=1).wait()

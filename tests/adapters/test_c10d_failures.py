@@ -13,9 +13,10 @@ pytest.importorskip("torch.distributed")
 
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
+from mpi4py import MPI  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from collectives.base.errors import MismatchError, NotInitializedError, RankFailedError  # noqa: E402
+from collectives.base.errors import CollectiveTimeoutError, MismatchError, NotInitializedError, RankFailedError  # noqa: E402
 from tests.adapters.c10d_ranks import default_group, rank, size  # noqa: E402
 
 
@@ -233,6 +234,26 @@ def test_a_bound_of_a_wait_passes_and_a_later_wait_returns() -> None:
         dist.recv(torch.zeros(1), 0)
         for count in (3, 40_000):
             dist.all_reduce(torch.ones(count))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: dist.all_reduce(torch.ones(3), group=group),
+        lambda group: dist.all_reduce(torch.ones(40_000), group=group, async_op=True).wait(),
+        lambda group: dist.recv(torch.ones(3), 1, group),
+    ],
+    ids=["all_reduce", "async", "recv"],
+)
+def test_an_error_of_a_timeout_says_what_to_raise(call: Any) -> None:
+    group = dist.new_group(timeout=timedelta(milliseconds=300))
+    if rank() == 0:
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"waited 0.3 s.* raise timeout= of init_process_group or new_group"
+        ):
+            call(group)
+    MPI.COMM_WORLD.Barrier()
+    dist.destroy_process_group(group)
 
 
 def test_the_bound_of_a_group_can_be_changed(world: Any) -> None:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from collectives.base import interrupts
+from collectives.base.config import setting_of
 from collectives.base.errors import (
     CollectivesError,
     CollectiveTimeoutError,
@@ -315,7 +316,8 @@ class Transfers:
             )
             who = "no other rank" if transfer.source < 0 else "the sender is alive, but"
             missing = f"{who} has sent none; messages that wait for a recv: {waiting or 'none'}"
-        text = f"waited {self._timeout:g} s: {missing}; see what the ranks are doing, or raise COLLECTIVES_TIMEOUT"
+        remedy = f"see what the ranks are doing, or raise {setting_of(self._timeout)}"
+        text = f"waited {self._timeout:g} s: {missing}; {remedy}"
         error = CollectiveTimeoutError(delivery.sentence(transfer, text))
         delivery.fail(error)
         delivery.abandon(transfer, error)

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from collectives.base.config import setting_of
 from collectives.base.errors import RankFailedError
 from collectives.transport import backoff
 
@@ -351,7 +352,7 @@ class Board:
             self._timeout,
             lambda: (
                 f"rank {self.names[self.rank]}: waited {self._timeout:g} s for rank {self.names[peer]}, which is alive "
-                f"but did not come; see what it is doing, or raise COLLECTIVES_TIMEOUT"
+                f"but did not come; see what it is doing, or raise {setting_of(self._timeout)}"
             ),
             pause=self.relax,
         )

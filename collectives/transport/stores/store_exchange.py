@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from collectives.base.config import setting_of
 from collectives.base.errors import (
     CollectivesError,
     CollectiveTimeoutError,
@@ -250,7 +251,7 @@ class StoreExchange:
         raise CollectiveTimeoutError(
             f"rank {self._rank}: waited {self._timeout:g} s for rank{'s' * (len(missing) > 1)} {named} of {self._size} "
             f"to call init() ({self._how}); see what {'they are' if len(missing) > 1 else 'it is'} doing, or "
-            "raise COLLECTIVES_TIMEOUT"
+            f"raise {setting_of(self._timeout)}"
         )
 
     def _missing(self) -> list[int]:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from collectives.base import interrupts
+from collectives.base.config import setting_of
 from collectives.base.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
@@ -116,7 +117,7 @@ class Mesh:
             if time.monotonic() > end:
                 raise CollectiveTimeoutError(
                     f"rank {self.rank}: waited {timeout:g} s for a connection from {self._called(peer)}; see what it "
-                    "is doing, or raise COLLECTIVES_TIMEOUT"
+                    f"is doing, or raise {setting_of(timeout)}"
                 )
         return sock
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from collectives.base import interrupts
+from collectives.base.config import setting_of
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.base.interchange import from_json, to_json
 from collectives.transport import backoff
@@ -114,7 +115,7 @@ class TcpChannel:
             if time.monotonic() - begun > self.timeout:
                 raise CollectiveTimeoutError(
                     f"rank {self.names[self.rank]}: waited {self.timeout:g} s for {what}; see what the other ranks are "
-                    f"doing, or raise COLLECTIVES_TIMEOUT"
+                    f"doing, or raise {setting_of(self.timeout)}"
                 )
             nap = min(2 * nap, _LONGEST_DOZE)
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from collectives.base import interrupts
+from collectives.base.config import setting_of
 from collectives.base.errors import CollectiveTimeoutError
 from collectives.transport.backoff import yield_core
 from collectives.transport.base import Array, as_bytes
@@ -142,7 +143,7 @@ class TcpMessages:
                 peers = ", ".join(str(channel.names[peer]) for peer in sorted({lane.peer for lane in self._active}))
                 raise CollectiveTimeoutError(
                     f"rank {channel.names[channel.rank]}: waited {channel.timeout:g} s for {what} ({peers}), which is "
-                    f"alive but did not come; see what it is doing, or raise COLLECTIVES_TIMEOUT"
+                    f"alive but did not come; see what it is doing, or raise {setting_of(channel.timeout)}"
                 )
             nap = min(2 * nap, _LONGEST_DOZE)
 

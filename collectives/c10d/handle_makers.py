@@ -164,7 +164,7 @@ def gather_pair(handles: HandleFactory, pair: tuple[Any, Any], **options: Any) -
     flat = elements_of(dense(part, "all_gather_into_tensor"))
     memory = result_memory(out)
     handle, count = into(handles.allgather(options, flat, memory), out, memory), len(flat)
-    return after(handle, lambda _: check_received(handle, [count] * (out.numel() // count))) if count else handle
+    return after(handle, lambda _: check_counts(handle, [count] * (out.numel() // count))) if count else handle
 
 
 def gather_to_list(handles: HandleFactory, tensor: Any, parts: Sequence[Any], **options: Any) -> Handle:
@@ -182,7 +182,7 @@ def exchange(
 ) -> Handle:
     memory = None if share_memory(out, whole) else result_memory(out)
     handle = handles.alltoall(options, elements_of(dense(whole, "all_to_all")), sent, memory)
-    return after(into(handle, out, memory), lambda _: check_received(handle, received))
+    return after(into(handle, out, memory), lambda _: check_counts(handle, received))
 
 
 def exchange_lists(
@@ -212,7 +212,7 @@ def to_list(handle: Handle, parts: Sequence[Any]) -> Handle:
 
     def divide(result: Any) -> None:
         flat, expected = result_tensor(result), [part.numel() for part in parts]
-        check_received(handle, expected)
+        check_counts(handle, expected)
         for part, elements in zip(parts, flat.split(expected), strict=True):
             store(elements, part)
 
@@ -225,11 +225,14 @@ def check_dtype(parts: Sequence[Any], sent: Any, operation: str) -> None:
         raise InvalidTypeError(f"{operation}: expected tensors of dtype {sent.dtype} for the result, got {other}")
 
 
-def check_received(handle: Handle, expected: list[int]) -> None:
-    received = handle.gathered if isinstance(handle.gathered, list) else handle.gathered[1]
+def check_counts(handle: Handle, expected: list[int]) -> None:
+    check_received(handle.title, handle.gathered if isinstance(handle.gathered, list) else handle.gathered[1], expected)
+
+
+def check_received(title: str, received: Sequence[int], expected: list[int]) -> None:
     if list(received) != expected:
         raise MismatchError(
-            f"{handle.title}: expected {expected} elements from the ranks, as the tensors for the result have; "
+            f"{title}: expected {expected} elements from the ranks, as the tensors for the result have; "
             f"they have sent {list(received)}"
         )
 

@@ -208,6 +208,13 @@ class Operations:
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Work:
         """``output``: the ranks' inputs behind each other; ``input`` may be this rank's part of it."""
         self._all_in(output, input, "all_gather_into_tensor", "output", "input")
+        if self._at_once(opts):
+            out, array = makers.array(output), makers.array(input)
+            if out is not None and array is not None and array.size:
+                received = self._connected().operations.allgather_into(out, array)
+                if received is not None:
+                    makers.check_received("all_gather_into_tensor", received, [array.size] * len(received))
+                    return Work([output])
         return self._do("all_gather", opts, [output], makers.gather, output, input)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:

@@ -238,6 +238,20 @@ class Operations(Refusals):
         handle = self._run(entry, array if array.ndim == 1 else array.reshape(-1), gathered, None, (array,))
         return gathered.array if handle is None else handle.wait()
 
+    def allgather_into(self, out: npt.NDArray[Any], array: npt.NDArray[Any]) -> Sequence[int] | None:
+        """`allgather` of one 1-D array into another. Returns the elements received from each rank, which are in ``out``
+        if they are as many; None, and nothing is done, if no such request is known yet."""
+        entry = self._known_rows(array, "allgather", {})
+        if entry is None:
+            return None
+        gathered = GatheredRows(array.shape, lambda: self._handles.allgather({}, array, out), out)
+        handle = self._run(entry, array, gathered, None, (array,))
+        if handle is None:
+            return gathered.received
+        handle.wait()
+        received: Sequence[int] = handle.gathered
+        return received
+
     allgather_async = begun(describe.allgather)
     grouped_allgather = blocking(describe.grouped_allgather)
     grouped_allgather_async = begun(describe.grouped_allgather)

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import (  # noqa: E402
     ScatterOptions,
 )
 
+from collectives.base.errors import MismatchError  # noqa: E402
 from tests.adapters.c10d_ranks import default_group, rank, size  # noqa: E402
 
 
@@ -160,6 +161,18 @@ def test_gathers_into_one_tensor_and_into_lists(count: int) -> None:
     parts = [torch.zeros(count + other) for other in range(size())]  # of different sizes, which gloo refuses
     dist.all_gather(parts, of(rank(), count + rank()))
     assert all(torch.equal(part, of(other, count + other)) for other, part in enumerate(parts))
+
+
+def test_gathers_of_ranks_that_wait_in_different_ways() -> None:
+    for turn in range(3 * size()):
+        whole = torch.zeros(5 * size())
+        work = dist.all_gather_into_tensor(whole, of(rank() + turn, 5), async_op=turn % size() == rank())
+        if work is not None:
+            work.wait()
+        assert torch.equal(whole, torch.cat([of(other + turn, 5) for other in range(size())]))
+        if turn % 2:
+            with pytest.raises(MismatchError, match="expected"):
+                dist.all_gather_into_tensor(torch.zeros((4 + rank()) * size()), of(rank(), 4 + rank()))
 
 
 @pytest.mark.parametrize("count", [1, 1000, 100_000])

@@ -14,6 +14,7 @@ import torch
 
 from collectives.base.errors import InvalidTypeError, MismatchError
 from collectives.base.reduce_op import Op
+from collectives.c10d.aliases import aliases
 from collectives.engine.handles import Handle
 from collectives.engine.requests import HandleFactory
 from collectives.tensors import arrays
@@ -94,7 +95,11 @@ def allreduce(handles: HandleFactory, tensor: Any, op: Op, in_place: bool = True
         return handles.allreduce(options, elements_of(dense(tensor, "all_reduce")), None, False)
     target = dense(tensor, "all_reduce").detach()
     if target.is_contiguous():
-        return handles.allreduce(options, target.view(-1), None, True)
+        flat = target.view(-1)
+        alias = aliases.of(flat)
+        if alias is not None:
+            return after(handles.allreduce(options, alias.enter(flat), None, True), lambda _: alias.leave(flat))
+        return handles.allreduce(options, flat, None, True)
     flat = target.reshape(-1)
     return after(handles.allreduce(options, flat, None, True), lambda _: store(flat, target))
 

@@ -320,7 +320,7 @@ class Arena:
         """Add a piece with room for ``nbytes``; None where the system refuses."""
         if self._limit is None:
             self._limit = _limit()
-            self._reserve = _never_overcommits()
+            self._reserve = never_overcommits()
             self._asks = huge_pages_must_be_asked_for()
         need = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
         if need >= self._ceiling and self._skips:
@@ -434,7 +434,7 @@ def _limit() -> int:
     return MAPPED if limit < 0 else limit
 
 
-def _never_overcommits() -> bool:
+def never_overcommits() -> bool:
     """Whether the system promises no memory that it does not have."""
     return text_of("/proc/sys/vm/overcommit_memory").strip() == "2"
 

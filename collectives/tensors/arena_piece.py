@@ -29,6 +29,8 @@ REMOVE = 9
 
 _COLLAPSE = 25
 """MADV_COLLAPSE: make huge pages of what is mapped."""
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE: allocate pages, or copy private ones, without a change of what is in them."""
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux; Python's mmap does not name them
 _SHARED_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
@@ -55,13 +57,44 @@ def map_shared(descriptor: int, nbytes: int) -> tuple[mmap.mmap, int]:
     whole = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     start: int = np.frombuffer(whole, np.uint8).ctypes.data
     offset = -start % HUGE_PAGE
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    if _mmap(start + offset, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != start + offset:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    map_fixed(start + offset, nbytes, mmap.MAP_SHARED, descriptor, 0)
     with suppress(OSError, AttributeError):
         whole.madvise(mmap.MADV_HUGEPAGE, offset, nbytes)
     return whole, offset
+
+
+def map_fixed(address: int, nbytes: int, flags: int, descriptor: int = -1, offset: int = 0) -> None:
+    """Map whole pages, of a file or of none, in place of what is mapped there.
+
+    Args:
+        flags: of ``mmap``, as MAP_SHARED.
+
+    Raises:
+        OSError: the system refuses it.
+    """
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    if _mmap(address, nbytes, access, flags | _MAP_FIXED, descriptor, offset) != address:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Have whole private pages copied now, and not when they are first written to."""
+    if madvise(address, nbytes, _POPULATE_WRITE):  # Linux before 5.14
+        for page in range(address, address + nbytes, mmap.PAGESIZE):
+            byte = ctypes.c_uint8.from_address(page)
+            byte.value = byte.value
+
+
+def ranges_of(descriptor: int) -> list[tuple[int, int, int]]:
+    """Where a file is mapped into this process, shared: start, end, and offset in the file."""
+    number, ranges = os.fstat(descriptor).st_ino, []
+    for line in text_of("/proc/self/maps").splitlines():
+        addresses, access, offset, _, inode, *_ = line.split()
+        if access.endswith("s") and int(inode) == number:
+            start, end = addresses.split("-")
+            ranges.append((int(start, 16), int(end, 16), int(offset, 16)))
+    return ranges
 
 
 def huge_pages_must_be_asked_for() -> bool:

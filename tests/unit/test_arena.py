@@ -484,7 +484,7 @@ def test_the_limit_of_the_environment(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 def test_where_the_system_overcommits_nothing_memory_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_never_overcommits", lambda: True)
+    monkeypatch.setattr(module, "never_overcommits", lambda: True)
     arena = Arena()
     assert word(arena, arena.empty(3 * MIB, np.uint8)) and resident(arena) >= 3 * MIB
     monkeypatch.setattr(arena_piece.os, "posix_fallocate", refused(errno.ENOSPC))

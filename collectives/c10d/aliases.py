@@ -11,12 +11,14 @@ of the arena, and the block's file is mapped over the storage's pages. Addresses
 An all-reduce copies head and tail, less than a page each, into the block before it begins, and back when it has ended.
 
 **End.** The storage is held, so that its memory returns to malloc as malloc knows it: when nothing else holds it, at
-the next large all-reduce, its pages become private and it is dropped. Before a fork, and when a group ends, all pages
-become private copies: a child must have the values of this moment, and share nothing.
+the next large all-reduce, it gets fresh private pages and is dropped.
+
+**Forks.** A child must have the values of the fork, and share nothing: before it, the pages become private copies. The
+next all-reduce shares them again.
 
 **A storage that is moved**, which ``share_memory_`` does, frees its memory while the block's file is still mapped
-there, and malloc may use that. The block is kept then until what is still mapped of it becomes private too, at a fork
-or a group's end.
+there, and malloc may use that. The block is kept then until a fork, before which what is still mapped of it becomes
+private too. (torch refuses to resize a storage that was all-reduced.)
 """
 
 from __future__ import annotations
@@ -64,14 +66,19 @@ class Alias:
         self.address, self.dtype = flat.data_ptr(), flat.dtype
         self.storage = flat.untyped_storage()
         self.tensor = memory.over(block, flat.shape, flat.dtype)
-        self.is_mapped = True
+        self.is_mapped = False
         self._piece = arena.piece(word - MAPPED >> OFFSET_BITS)
         self._start, self._end = -(-self.address // _PAGE) * _PAGE, (self.address + flat.nbytes) // _PAGE * _PAGE
         self._offset = (word & OFFSET_MASK) + self._start - self.address
         self._head = (self._start - self.address) // flat.itemsize
         self._tail = (self._end - self.address) // flat.itemsize
+        self.share(flat)
+
+    def share(self, flat: Any) -> None:
+        """Put the block's pages, with the values of ``flat``, in place of private ones."""
         self.tensor.copy_(flat)
         self._map(mmap.MAP_SHARED)
+        self.is_mapped = True
 
     def enter(self, flat: Any) -> Any:
         """The tensor to all-reduce in place of ``flat``, with its values."""
@@ -82,7 +89,7 @@ class Alias:
     def leave(self, flat: Any) -> None:
         """Give ``flat`` the values of the block."""
         flat = flat.data  # as without an alias, autograd does not count this as a change of its own
-        if not self.is_mapped:  # a fork, or a group's end, came during the operation
+        if not self.is_mapped:  # a fork came during the operation
             flat.copy_(self.tensor)
             return
         flat[: self._head].copy_(self.tensor[: self._head])
@@ -100,6 +107,8 @@ class Alias:
 
     def make_private(self) -> None:
         """Put private copies in place of the block's pages, as far as they are still there."""
+        if not self.is_mapped:
+            return
         self.is_mapped = False
         if not self.is_moved:
             self._map(mmap.MAP_PRIVATE)
@@ -128,6 +137,8 @@ class Aliases:
         self._aliases: dict[int, Alias] = {}
         """By address."""
         self._moved: list[Alias] = []
+        self._of_parent: dict[int, Alias] = {}
+        """In a child: storages whose memory malloc must not get back, because a page that it empties is a file's."""
 
     def of(self, flat: Any) -> Alias | None:
         """The alias of a 1-D tensor that is to be all-reduced in place; None where there is none.
@@ -149,21 +160,16 @@ class Aliases:
             self._sweep()
             address = flat.data_ptr()
             alias = self._aliases.get(address)
-            if alias is not None:
-                return alias if (alias.dtype, alias.tensor.shape) == (flat.dtype, flat.shape) else None
-            return self._add(address, flat) if self._comes_again(address, flat) else None
-
-    def end(self) -> None:
-        """Make all memory private."""
-        with self._lock, interrupts.deferred():
-            self._sweep()
-            for alias in [*self._aliases.values(), *self._moved]:
-                try:
-                    alias.make_private()
-                except OSError as error:
-                    logger.warning("memory of a tensor stays shared with processes that are forked: %s", error)
-            self._aliases.clear()
-            self._moved.clear()
+            try:
+                if alias is None:
+                    return self._add(address, flat) if self._comes_again(address, flat) else None
+                if (alias.dtype, alias.tensor.shape) != (flat.dtype, flat.shape):
+                    return None
+                if not alias.is_mapped:
+                    alias.share(flat)
+                return alias
+            except OSError:  # the system refuses: in private memory
+                return None
 
     def _comes_again(self, address: int, flat: Any) -> bool:
         """Whether the storage was seen before, as private memory that torch has allocated."""
@@ -190,10 +196,7 @@ class Aliases:
         word = arena.locate(whole.ctypes.data + shift, flat.nbytes)
         if not word:  # the arena cannot grow
             return None
-        try:
-            alias = self._aliases[address] = Alias(flat, word, whole[shift : shift + flat.nbytes])
-        except OSError:
-            return None
+        alias = self._aliases[address] = Alias(flat, word, whole[shift : shift + flat.nbytes])
         return alias
 
     def _sweep(self) -> None:
@@ -210,13 +213,21 @@ class Aliases:
 
     def before_fork(self) -> None:
         self._lock.acquire()  # held for copies only, and until the child is there
-        self.end()
+        self._sweep()
+        for alias in [*self._aliases.values(), *self._moved]:
+            try:
+                alias.make_private()
+            except OSError as error:
+                logger.warning("memory of a tensor stays shared with the processes that are forked: %s", error)
+        self._moved.clear()
 
     def after_fork(self) -> None:
         self._lock.release()
 
     def in_child(self) -> None:
+        held = self._aliases
         self.__init__()  # type: ignore[misc]  # a lock that the parent holds is never released here
+        self._of_parent = held
 
 
 def _holders(storage: Any) -> tuple[int, int]:

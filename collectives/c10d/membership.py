@@ -24,7 +24,6 @@ from collectives.base.errors import (
     NotInitializedError,
     OperationError,
 )
-from collectives.c10d.aliases import aliases
 from collectives.c10d.work import Work
 from collectives.transport.tcp import network
 from collectives.worlds.connections import Connection
@@ -67,7 +66,6 @@ class Membership:
         if world is not None:
             with suppress(CollectivesError):
                 world.shutdown()
-        aliases.end()
 
     def errored(self) -> Exception | None:
         """Why the group can no longer be used; None while it can."""

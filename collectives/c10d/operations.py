@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 from collectives.base.errors import InvalidArgumentError, NotInitializedError
 from collectives.base.reduce_op import Op
 from collectives.c10d import handle_makers as makers
+from collectives.c10d.aliases import FROM_BYTES
 from collectives.c10d.profiling import Range, is_profiled
 from collectives.c10d.work import Several, Work, continuations
 from collectives.engine.handles import Handle
@@ -96,7 +97,8 @@ class Operations:
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
         (tensor,) = tensors
-        if not options and self._at_once(opts):
+        is_small = tensor.numel() * tensor.itemsize < FROM_BYTES  # a larger one may have an alias
+        if is_small and not options and self._at_once(opts):
             array = makers.array(tensor)
             if array is not None:
                 self._connected().allreduce_(array, op=op)

@@ -189,7 +189,8 @@ def test_ddp_trains_as_over_private_memory(view: bool, monkeypatch: pytest.Monke
     assert moved
     monkeypatch.setattr(aliases, "of", lambda flat: None)
     expected, _ = trained()
-    assert all(map(torch.equal, parameters, expected))
+    for one, other in zip(parameters, expected, strict=True):  # three ranks may add in another order
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
 def test_tensors_outlive_their_group() -> None:

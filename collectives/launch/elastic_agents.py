@@ -233,6 +233,10 @@ class ElasticAgents(Agents):
         self._hosts = {member: place for member, place in self._hosts.items() if place != host}
         self._carry_out(self._driver.host_lost(host, text, time.monotonic()))
 
+    def _patience(self) -> float:
+        # Members notice the silence of others after peer_timeout; the silence of their agents has begun with it.
+        return self._config.peer_timeout if self._driver.waits() else super()._patience()
+
     def counts(self, rank: int) -> bool:
         return rank in self._driver.failed
 

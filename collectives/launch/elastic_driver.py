@@ -272,6 +272,10 @@ class Driver:
         actions, self._actions = self._actions, []
         return actions
 
+    def waits(self) -> bool:
+        """Whether some members have ended the generation, and others have not."""
+        return self._ends_by is not None and bool(self._missing())
+
     def reports(self) -> bool:
         """Whether members live that may still say why the job has ended."""
         return any(number in self.ranks or not self.generation for number in self.members)

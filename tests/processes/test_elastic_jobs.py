@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from collectives.launch import agent
+from tests.support.launching.clusters import cluster
 from tests.support.launching.mpirun import Result, run_command
 
 MEMBER = """
@@ -114,14 +115,22 @@ class Job:
         return [event["members"] for event in self.of("generation")]
 
 
-def run(folder: Path, plan: dict[int, str], *options: str, hosts: str = "", expect: int = 0, **more: Any) -> Job:
-    """Run a job to its end; ``hosts``: what discovery finds at first."""
+def run(
+    folder: Path,
+    plan: dict[int, str],
+    *options: str,
+    hosts: str = "",
+    expect: int | None = 0,
+    on: Callable[..., list[str]] = lambda *words: list(words),
+    **more: Any,
+) -> Job:
+    """Run a job to its end; ``hosts``: what discovery finds at first; ``on``: runs a command somewhere."""
     (folder / "member.py").write_text(MEMBER)
     (folder / "hosts").write_text(hosts.replace(",", "\n"))
     discovery = ["--host-discovery-script", f"cat {folder}/hosts"] if hosts else []
     words = [*discovery, "--elastic-events", str(folder / "events"), *options]
     command = [sys.executable, "-m", "collectives.launch", *words, sys.executable, str(folder / "member.py")]
-    result = run_command([*command, json.dumps(plan)], timeout=30, expect=expect, **more)
+    result = run_command(on(*command, json.dumps(plan)), timeout=30, expect=expect, **more)
     return Job(folder, result)
 
 
@@ -234,3 +243,18 @@ def test_a_dead_agent_is_a_lost_host(tmp_path: Path) -> None:
     options = ["-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1", "--elastic-timeout", "5"]
     job = run(tmp_path, {1: "touch", 2: "finish"}, *options, expect=None, interrupt=ready)
     assert job.of("host_lost")[0]["host"] == "127.0.0.1" and job.of("blacklisted")[0]["host"] == "127.0.0.1"
+
+
+def test_a_host_joins_by_ssh_and_is_lost(tmp_path: Path) -> None:
+    plan = {1: "hosts host1:1,host2:2", 2: "touch", 3: "finish"}
+    with cluster(2, shared=tmp_path) as hosts:
+        job = run(
+            tmp_path,
+            plan,
+            *("--min-np", "1", "--max-np", "3"),
+            hosts="host1:1",
+            on=lambda *words: hosts.on("host1", *words),
+            env={"COLLECTIVES_PEER_TIMEOUT": "1"},
+            interrupt=(tmp_path / "ready", lambda processes: hosts.power_off("host2")),
+        )
+    assert job.generations == [[0], [0, 1, 2], [0]] and job.of("host_lost")[0]["host"] == "host2"

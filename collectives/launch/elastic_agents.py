@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from collectives.base.config import Config
+from collectives.base.errors import InvalidArgumentError
 from collectives.launch import ssh
 from collectives.launch.agents import Agents
 from collectives.launch.discovery import Discovery, Found
@@ -53,6 +54,7 @@ class ElasticAgents(Agents):
         self._driver = Driver(rules, time.monotonic(), random.random)
         self._look, self._as_horovod, self._timeout = look, as_horovod, rules.elastic_timeout
         self._discovery: Discovery | None = None
+        self._has_hosts = False
         self._found: deque[Found] = deque()
         self._said: deque[tuple[str, bytes]] = deque()
         self._by_host: dict[str, HostAgent] = {}
@@ -61,7 +63,10 @@ class ElasticAgents(Agents):
         self._addresses: dict[str, str] = {}
         """Where hosts reach the store."""
         self._events = 0
-        self._event_files = [open(path, "a", buffering=1, encoding="utf-8") for path in event_files]  # noqa: SIM115
+        try:
+            self._event_files = [open(path, "a", buffering=1, encoding="utf-8") for path in event_files]  # noqa: SIM115
+        except OSError as error:
+            raise InvalidArgumentError(f"--elastic-events: cannot write {error.filename!r}: {error.strerror}") from None
         self._ended_at, self._ended_time = float("inf"), 0.0
         self._sent = True  # each agent gets its task as it starts
 
@@ -146,8 +151,9 @@ class ElasticAgents(Agents):
 
     def _take_hosts(self, found: Found, now: float) -> None:
         if not isinstance(found, str):
+            self._has_hosts = True
             self._carry_out(self._driver.discovered(found, now))
-        elif self._driver.hosts.slots or self._driver.generation:
+        elif self._has_hosts:
             self._carry_out([Event("discovery", f"--host-discovery-script: {found}; the hosts stay as they were")])
         else:
             self._carry_out(self._driver.give_up(f"--host-discovery-script: {found}"))
@@ -208,7 +214,7 @@ class ElasticAgents(Agents):
         if self._as_horovod:
             place |= {"CROSS_RANK": peers.index(start.host), "CROSS_SIZE": len(peers)}
             variables |= {f"HOROVOD_{word}": str(number) for word, number in place.items()}
-            variables["HOROVOD_HOSTNAME"] = start.host
+            variables |= {"HOROVOD_HOSTNAME": start.host, "HOROVOD_ELASTIC": "1"}
         return variables
 
     def _address(self, host: str) -> str:
@@ -224,6 +230,12 @@ class ElasticAgents(Agents):
         for host in set(self._by_host) - set(self._hosts.values()):
             if not self._driver.hosts.usable(host, now):
                 self._by_host.pop(host).order("end")
+        for one in set(self._agents) - set(self._by_host.values()):
+            if one.process.poll() is not None and not one.ended and (one.done or one.lost):
+                self._output.detach(one.words.fileno())
+                one.close()
+                self._agents.remove(one)
+                self.processes.remove(one.process)
 
     def _note_lost(self, one: HostAgent, text: str) -> None:
         host = next((name for name, known in self._by_host.items() if known is one), None)

@@ -88,6 +88,13 @@ class Output:
         full = any(len(screen.pending) > _MOST_PENDING for screen in pending.values())
         return [] if full else list(self._sources), list(pending)
 
+    def detach(self, source: int) -> None:
+        """Read all that a source has, and no more."""
+        while source in self._sources and self._read(source):
+            pass
+        if source in self._sources:
+            self._end_of(source)
+
     def take_words(self, source: int) -> str:
         """Read all that a source has, and take out the withheld lines that are not ranks'."""
         while source in self._sources and self._read(source):

@@ -1,8 +1,8 @@
 """Elastic jobs as ``collectivesrun`` starts them: members that die, leave, fail and come, hosts that come and go.
 
 The members use the store alone. What happens in a generation is a plan: of words by the generation's number, such as
-``kill 1`` (member 1), ``leave 1``, ``raise 1``, ``hosts localhost:2,127.0.0.1:2`` (what discovery finds from now on),
-``touch`` (a file) and ``finish``. `localhost` and `127.0.0.1` count as two hosts.
+``kill 1`` (member 1), ``stop 1``, ``leave 1``, ``raise 1``, ``hosts localhost:2,127.0.0.1:2`` (what discovery finds
+from now on), ``touch`` (a file) and ``finish``. `localhost` and `127.0.0.1` count as two hosts.
 """
 
 from __future__ import annotations
@@ -91,10 +91,12 @@ while True:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if what == "raise":
             raise ValueError("no good")
         sys.exit(0)
-    answer = ask("ended", until_it_ends())
+    answer = ask("ended", "no word of a member" if what == "stop" else until_it_ends())
 """
 
 
@@ -165,6 +167,11 @@ def test_without_enough_hosts_the_job_gives_up(tmp_path: Path) -> None:
     assert last.startswith("collectivesrun: waited ") and "for 1 more rank (no host has room) (--elastic-tim" in last
 
 
+def test_a_file_for_events_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "collectives.launch", "--min-np", "1", "--elastic-events", str(tmp_path), "true"]
+    assert "--elastic-events: cannot write" in run_command(command, timeout=30, expect=2).output
+
+
 def test_too_many_resets(tmp_path: Path) -> None:
     options = ["-np", "3", "--min-np", "1", "--reset-limit", "1"]
     job = run(tmp_path, {1: "raise 1", 2: "kill 2"}, *options, expect=137)
@@ -182,6 +189,12 @@ def test_a_failing_host_is_blacklisted_as_by_horovodrun(tmp_path: Path) -> None:
     options = ["-np", "3", "--min-np", "1", "--on-rank-failure", "host", "-H", "localhost:2,127.0.0.1:1"]
     job = run(tmp_path, {1: "kill 0", 2: "finish"}, *options)
     assert job.generations == [[0, 1, 2], [2]] and job.of("blacklisted")[0]["host"] == "localhost"
+
+
+def test_a_member_that_does_not_answer_is_killed_with_its_children(tmp_path: Path) -> None:
+    job = run(tmp_path, {1: "stop 1", 2: "finish"}, "-np", "2", "--min-np", "1", env={"COLLECTIVES_PEER_TIMEOUT": "1"})
+    assert job.generations == [[0, 1], [0]]
+    assert job.of("died")[0]["why"].startswith("was declared dead: it has not ended generation 1")
 
 
 def test_horovods_variables(tmp_path: Path) -> None:

@@ -57,6 +57,27 @@ def test_what_one_client_sets_another_gets(client: Callable[..., Store]) -> None
     assert other.get("a") == b"new"
 
 
+def test_the_process_that_serves_hears_sets_and_drops(service: Service) -> None:
+    heard: list[tuple[str, bytes]] = []
+    server = StoreServer(service, "127.0.0.1", 0, KEY, lambda key, value: heard.append((key, value)))
+    one, other = Store(*server.address, KEY, 10.0, service), Store(*server.listen("127.0.0.1"), KEY, 10.0, service)
+    try:
+        one.set("a/1", b"1")
+        server.set("a/2", b"2")
+        server.set("b", b"3")
+        assert heard == [("a/1", b"1")]
+        assert [other.get(key) for key in ("a/1", "a/2", "b")] == [b"1", b"2", b"3"]
+        server.drop("a/")
+        assert other.get("b") == b"3"
+        for key in ("a/1", "a/2"):
+            with pytest.raises(CollectiveTimeoutError):
+                other.wait([key], timedelta(seconds=0.01))
+    finally:
+        one.close()
+        other.close()
+        server.close()
+
+
 def test_a_large_value_arrives(client: Callable[..., Store]) -> None:
     value = bytes(range(256)) * (MOST_VALUE // 256)
     client().set("large", value)

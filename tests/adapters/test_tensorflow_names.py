@@ -69,12 +69,12 @@ def test_what_is_listed_is_there(module: str, hvd: Any) -> None:
 def test_horovods_modules_have_the_same(name: str, hvd: Any) -> None:
     importlib.import_module("collectives.horovod")
     ours, theirs = importlib.import_module(f"collectives.{name}"), importlib.import_module(f"horovod.{name}")
-    own = {"callbacks", "add_process_set"}  # this one refuses duplicates, as Horovod's does
+    own = {"callbacks", "elastic", "add_process_set"}  # this one refuses duplicates, as Horovod's does
     assert {each for each in ours.__all__ if getattr(theirs, each) is not getattr(ours, each)} <= own
     if name == "tensorflow":
-        others = ["mpi_ops", "functions", "sync_batch_norm", "compression", "util"]
+        others = ["mpi_ops", "functions", "sync_batch_norm", "compression", "util", "elastic"]
     else:
-        others = ["callbacks"]
+        others = ["callbacks", "elastic"]
         assert theirs.callbacks.MetricAverageCallback is ours.callbacks.MetricAverageCallback
     modules = [importlib.import_module(f"horovod.{name}.{other}") for other in others]
     wanted = {
@@ -86,6 +86,9 @@ def test_horovods_modules_have_the_same(name: str, hvd: Any) -> None:
         "compression": "Compression Compressor NoneCompressor FP16Compressor",
         "callbacks": "BroadcastGlobalVariablesCallback LearningRateScheduleCallback LearningRateWarmupCallback "
         "BestModelCheckpoint",
+        "elastic": "run TensorFlowState TensorFlowKerasState"
+        if name == "tensorflow"
+        else "run KerasState CommitStateCallback UpdateBatchStateCallback UpdateEpochStateCallback",
     }
     if name == "tensorflow":
         helpers = ["check_extension", "split_list", "handle_average_backwards_compatibility", *wanted["util"].split()]

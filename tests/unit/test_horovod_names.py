@@ -77,6 +77,8 @@ IN_USE_OF_TORCH = {
     "horovod.torch.optimizer": "DistributedOptimizer _DistributedOptimizer",
     "horovod.torch.compression": "Compression Compressor FP16Compressor NoneCompressor",
     "horovod.torch.sync_batch_norm": "SyncBatchNorm",
+    "horovod.torch.elastic": "run TorchState ElasticSampler state.TorchState sampler.ElasticSampler",
+    "horovod.torch.elastic.state": "get_handler_registry set_handler_registry StateHandler ModelStateHandler",
 }
 
 
@@ -122,8 +124,8 @@ mpi_ops = horovod.torch.mpi_ops
 found = [mpi_ops.synchronize is ours.synchronize, mpi_ops._basics.is_initialized()]
 print(json.dumps([missing, public, again, importlib.reload(horovod.torch) is horovod.torch, found]))"""
     assert len(listed_of_torch()) > 60
-    # Under Horovod's names a process set of the ranks of another is refused.
-    assert shown(program, FOLDER) == [[], ["add_process_set"], True, True, [True, False]]
+    # Under Horovod's names `elastic` has Horovod's modules, and a process set of the ranks of another is refused.
+    assert shown(program, FOLDER) == [[], ["elastic", "add_process_set"], True, True, [True, False]]
 
 
 GRADIENTS = """import collectives, {import_} as _, os

@@ -9,7 +9,7 @@ from horovod.common.util import check_extension, split_list  # type: ignore[impo
 globals().update({name: getattr(_ours, name) for name in _ours.__all__ if name != "SyncBatchNormalization"})
 
 from horovod.common.process_sets import add_process_set  # type: ignore[import-not-found]  # noqa: E402, F401
-from horovod.tensorflow import compression, functions, mpi_ops, util  # type: ignore[import-not-found]  # noqa: E402, F401
+from horovod.tensorflow import compression, elastic, functions, mpi_ops, util  # type: ignore[import-not-found]  # noqa: E402, F401
 from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility  # type: ignore[import-not-found]  # noqa: E402, F401
 from horovod.tensorflow.util import (  # type: ignore[import-not-found]  # noqa: E402
     _cache,  # noqa: F401

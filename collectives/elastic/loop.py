@@ -78,10 +78,10 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
     @functools.wraps(func)
     def train(state: State, *args: Any, **kwargs: Any) -> Any:
         changed, restored, failures = generations.enter(), False, _Failures(reset_limit)
-        steps = retry.Steps()
         if changed:
             tell("joined")
         while True:
+            steps = retry.Steps()
             try:
                 if changed:
                     # Before the callbacks, which may set what a restore would undo.
@@ -101,7 +101,8 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                     raise
                 failures.add(error, state)
                 cause = error
-                _fail(error)
+                if not steps.renewed:
+                    _fail(error)
                 state.restore()
                 restored = True
             if not steps.renewed:

@@ -19,7 +19,7 @@ from collectives.base.errors import (
     RecoverableError,
     TransportError,
 )
-from collectives.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State, loop
+from collectives.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State, loop, retry
 from collectives.elastic.events import _listeners
 from collectives.elastic.shadow import Part
 from collectives.worlds import generations
@@ -163,6 +163,25 @@ def test_without_a_limit_it_goes_on(job: Played) -> None:
     fail = failing(*(TransportError(str(number)) for number in range(20)))
     elastic.run(reset_limit=None)(lambda state: fail())(ObjectState())
     assert job.calls.count("renew after TransportError") == 20
+
+
+def test_where_a_retry_has_renewed_the_world_that_world_is_used(job: Played) -> None:
+    fail = failing(RankFailedError("gone"), RankFailedError("again"))
+
+    @elastic.run(recover="retry")
+    def train(state: Any) -> None:
+        steps = retry.steps()
+        assert steps is not None
+        if not job.calls.count("renew after RankFailedError"):
+            job.renew(RankFailedError("gone"))
+            steps.renewed = True
+        fail()
+        assert collectives.world().failure is None
+
+    state: Any = ObjectState()
+    train(state)
+    # The second failure, of which no step knows, renews it again.
+    assert job.calls.count("renew after RankFailedError") == 2
 
 
 def test_an_unknown_way_to_recover_is_refused() -> None:

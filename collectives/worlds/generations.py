@@ -7,6 +7,7 @@ program asks of the default world, ranks and sizes, then follows. The job's driv
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -47,8 +48,9 @@ def enter() -> bool:
         return False
     with interrupts.deferred(), default.held():
         world = job.ready(Config.from_environment())
+        began = time.monotonic()
         _end("this process was admitted", failed=False)
-        _begin(world, job, [])
+        _begin(world, job, began, "this process was admitted")
     return True
 
 
@@ -79,12 +81,13 @@ def renew(why: BaseException | str, record: Any = None) -> list[Any]:
         runtime.init()
         return runtime.world().allgather_object(record, name="generation.records")
     text = (why if isinstance(why, str) else in_words(job.member, why)).partition("\n")[0]
+    began = time.monotonic()
     with interrupts.deferred(), default.held():
         sets = default.known.by_members(job.members)
         _end(text, failed)
         try:
             world = job.next(text, Config.from_environment(), alone=record is not None)
-            return _begin(world, job, sets, record)
+            return _begin(world, job, began, text, sets, record)
         except BaseException:
             default.forget()
             raise
@@ -114,9 +117,14 @@ def _end(why: str, failed: bool) -> None:
         world.shutdown()
 
 
-def _begin(world: World, job: Job, sets: _Sets, record: Any = None) -> list[Any]:
-    """Make a world the default one, and the process sets in it; the next one, if ranks die meanwhile. Returns the
-    ranks' records."""
+def _begin(world: World, job: Job, began: float, why: str, sets: _Sets = (), record: Any = None) -> list[Any]:
+    """Make a world the default one, and the process sets in it, and go on with the timeline; the next world, if ranks
+    die meanwhile. Returns the ranks' records.
+
+    Args:
+        began, why: when the change of generations began, and its cause.
+        sets: which this process was in or knew of.
+    """
     while True:
         default.adopt(world)
         logging.place(world.rank)
@@ -125,6 +133,9 @@ def _begin(world: World, job: Job, sets: _Sets, record: Any = None) -> list[Any]
             everyone = world.allgather_object((record, is_survivor, sets), name="generation.records")
             survivors_sets: _Sets = next((sets for _, survived, sets in everyone if survived), [])
             default.known.remake(_remaining(survivors_sets, job), world)
+            if world.config.timeline:
+                world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles, goes_on=True)
+                world.record("generations", f"generation {job.generation}", began, members=list(job.members), why=why)
             return [record for record, _, _ in everyone]
         except RecoverableError as error:
             why = in_words(world.rank, error)

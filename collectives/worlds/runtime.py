@@ -199,7 +199,7 @@ def init(
             default.joining = False
         logging.place(world.rank)
         _log_description(world)
-    if world.config.timeline:
+    if world.config.timeline and (default.job is None or default.job.generation):
         world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles)
     if sets:
         with interrupts.deferred():

@@ -12,6 +12,7 @@ import importlib
 import os
 import platform
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -284,14 +285,14 @@ class World(_Parts):
 
     # ---- the timeline
 
-    def start_timeline(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-        """See `collectives.start_timeline`."""
+    def start_timeline(self, path: str | os.PathLike[str], mark_cycles: bool = False, *, goes_on: bool = False) -> None:
+        """See `collectives.start_timeline`; ``goes_on``: in a file that an earlier world has begun."""
         try:
             name = os.fspath(path)
         except TypeError as error:
             raise self.refused(InvalidTypeError(f"path: {error}"), None) from None
 
-        self.operations.meet("start_timeline", lambda _: self._open_timeline(name, mark_cycles))
+        self.operations.meet("start_timeline", lambda _: self._open_timeline(name, mark_cycles, goes_on))
 
     def stop_timeline(self) -> None:
         """See `collectives.stop_timeline`."""
@@ -307,7 +308,12 @@ class World(_Parts):
         problems = self._control.exchange(problem) if self.size > 1 else [problem]
         return next((of_rank(self.ranks[peer], text) for peer, text in enumerate(problems) if text), "")
 
-    def _open_timeline(self, path: str, mark_cycles: bool) -> None:
+    def record(self, track: str, name: str, begin: float, **details: object) -> None:
+        """Record a span of this rank, from ``begin`` on `time.monotonic` until now, if there is a timeline."""
+        if self._recorder is not None:
+            self._recorder.span(track, name, begin, time.monotonic(), **details)
+
+    def _open_timeline(self, path: str, mark_cycles: bool, goes_on: bool) -> None:
         """On all ranks at once: rank 0 names and begins the file, the others append to it."""
         path, mark_cycles = self._control.exchange((path, mark_cycles))[0] if self.size > 1 else (path, mark_cycles)
         offset = timeline.align(self._control.exchange if self.size > 1 else lambda value: [value])
@@ -319,7 +325,9 @@ class World(_Parts):
         for first in (True, False):
             if first == (self.rank == 0) and not problem:
                 try:
-                    recorder = timeline.Timeline(path, self.rank, host=platform.node(), offset=offset, first=first)
+                    recorder = timeline.Timeline(
+                        path, self.rank, host=platform.node(), offset=offset, first=first and not goes_on
+                    )
                 except Exception as error:
                     problem = str(error)
             problem = self._first_of(problem)

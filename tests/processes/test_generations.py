@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from collectives.engine import timeline
 from tests.support.launching.mpirun import run_command
 
 NUMPY = """
@@ -104,7 +105,12 @@ def run(
 @pytest.mark.parametrize("hosts", [1, 3], ids=["one host", "hosts"])
 def test_process_sets_and_handles_over_generations(hosts: int, tmp_path: Path) -> None:
     env = {"COLLECTIVES_LOCAL_SIZE": "1"} if hosts > 1 else {}
-    run(tmp_path, NUMPY + SETS, survivors=(0, 2, 3), **env)
+    trace = tmp_path / "trace.json"
+    run(tmp_path, NUMPY + SETS, survivors=(0, 2, 3), COLLECTIVES_TIMELINE=str(trace), **env)
+    changes = [event for event in timeline.read(trace) if event.get("cat") == "generations"]
+    ranks = sorted((change["name"], change["pid"]) for change in changes)
+    assert ranks == [("generation 2", 0), ("generation 2", 1), *(("generation 3", rank) for rank in range(3))]
+    assert {tuple(change["args"]["members"]) for change in changes} == {(0, 2), (0, 2, 3)}
 
 
 @pytest.mark.usefixtures("kernels")
@@ -112,6 +118,8 @@ def test_process_sets_and_handles_over_generations(hosts: int, tmp_path: Path) -
 def test_gpu_tensors_over_generations(hosts: int, tmp_path: Path) -> None:
     env = {"COLLECTIVES_LOCAL_SIZE": "1"} if hosts > 1 else {}
     run(tmp_path, NUMPY + GPU, survivors=(0, 2), COLLECTIVES_DEVICE_HOST_UNTIL="0", **env)
+
+
 RETRY = """
 import os, signal
 import numpy as np

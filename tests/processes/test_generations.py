@@ -91,11 +91,9 @@ print("member", job.member, "is done")
 """
 
 
-def run(
-    folder: Path, program: str, survivors: tuple[int, ...], *, ranks: str = "3", least: str = "2", **env: str
-) -> str:
+def run(folder: Path, program: str, survivors: tuple[int, ...], options: str = "-np 3 --min-np 2", **env: str) -> str:
     (folder / "program.py").write_text(program)
-    command = [sys.executable, "-m", "collectives.launch", "-np", ranks, "--min-np", least]
+    command = [sys.executable, "-m", "collectives.launch", *options.split()]
     shown = run_command([*command, sys.executable, str(folder / "program.py")], timeout=120, env=env).output
     for member in survivors:
         assert f"[{member}] member {member} is done\n" in shown, shown
@@ -223,5 +221,6 @@ check([weight.numpy() for weight in weights])
 
 @pytest.mark.parametrize("adapter", [TORCH, TENSORFLOW], ids=["torch", "tensorflow"])
 def test_no_step_is_lost_where_gradients_are_combined_again(adapter: str, tmp_path: Path) -> None:
-    """Ranks die before they combine, before they vote, and after it."""
-    run(tmp_path, RETRY + adapter, survivors=(0,), ranks="4", least="1")
+    """Ranks die before they combine, before they vote, and after it; nobody takes their places."""
+    hosts = ",".join(f"127.0.0.{number}:1" for number in (1, 2, 3, 4))
+    run(tmp_path, RETRY + adapter, (0,), f"-np 4 --min-np 1 --hosts {hosts} --on-rank-failure host")

@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 if typing.TYPE_CHECKING:
     # mypy and editors take these names for the package's own.
+    from collectives import elastic as elastic
     from collectives.api import poll as poll
     from collectives.api import synchronize as synchronize
     from collectives.public import *  # noqa: F403
@@ -39,6 +40,7 @@ else:
         interrupts = importlib.import_module("collectives.base.interrupts")
         with interrupts.deferred():  # an import that is cut short may leave a module that can never be imported again
             public = importlib.import_module("collectives.public")
+            importlib.import_module("collectives.elastic")  # is an attribute then
         if "__all__" not in globals():
             names = {name: getattr(public, name) for name in (*public.__all__, "poll", "synchronize")}
             globals().update(names, __all__=["__version__", *public.__all__])

@@ -38,6 +38,7 @@ ORDER = (
 )
 """The floors, from the lowest up. A folder is a floor, and so is each of these:"""
 FLOOR_OF = {
+    "__init__": "elastic",
     "ring": "schedules",
     "fusion": "plan",
     **dict.fromkeys(ADAPTERS, "adapters"),

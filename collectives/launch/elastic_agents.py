@@ -54,7 +54,7 @@ class ElasticAgents(Agents):
         self._driver = Driver(rules, time.monotonic(), random.random)
         self._look, self._as_horovod, self._timeout = look, as_horovod, rules.elastic_timeout
         self._discovery: Discovery | None = None
-        self._has_hosts = False
+        self._has_hosts = self._interrupted = False
         self._found: deque[Found] = deque()
         self._said: deque[tuple[str, bytes]] = deque()
         self._by_host: dict[str, HostAgent] = {}
@@ -260,11 +260,14 @@ class ElasticAgents(Agents):
         return records
 
     def end_at(self) -> float:
+        if self._interrupted and self._driver.reports():
+            return float("inf")  # the signal's own bound holds
         done = self._driver.end is not None and not self._driver.end.code
         return self._ended_at + (0.0 if done or not self._driver.reports() else _AFTER_FAILURE)
 
     def send_signal(self, number: int) -> None:
-        self._driver.interrupted()
+        self._interrupted = True
+        self._driver.interrupted(128 + number)
         super().send_signal(number)
 
     def close(self) -> None:

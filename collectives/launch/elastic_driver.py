@@ -42,6 +42,7 @@ class Rules:
         cooldown: see `HostTable`.
         blacklist_host: whether the failure of a member blacklists its host.
         spares: members that are kept ready beyond the largest number of ranks.
+        fixed: whether no further hosts can come.
     """
 
     smallest: int = 1
@@ -52,6 +53,7 @@ class Rules:
     cooldown: tuple[float, float] | None = None
     blacklist_host: bool = False
     spares: int = 0
+    fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,8 @@ class Driver:
         what = thing.get("what")
         if self.end is not None:
             if what in ("here", "ready", "ended"):
-                self._answer(member, {"give_up": self.end.text or "the job has ended"})
+                text = self.end.text or "the job has ended"
+                self._answer(member, {"give_up": text} if self.end.code else {"stop": text})
         elif what == "here":
             self._here(member)
         elif what == "runs":
@@ -280,9 +283,9 @@ class Driver:
         """Whether members live that may still say why the job has ended."""
         return any(number in self.ranks or not self.generation for number in self.members)
 
-    def interrupted(self) -> None:
-        """Start and replace no more members: the job is being ended from outside."""
-        self.end = self.end or End(1)
+    def interrupted(self, code: int) -> None:
+        """Start and replace no more members: the job is being ended from outside, with this exit code."""
+        self._finish(End(code))
 
     def tick(self, now: float) -> list[Action]:
         """Do what is due, and return what is to be done."""
@@ -462,7 +465,10 @@ class Driver:
             lacking = f"{self.rules.smallest - size} more {_ranks(self.rules.smallest - size)}"
             new = [member for member in self.members.values() if member.state in (State.STARTED, State.ALONE)]
             lacking += f" ({_numbered(new)} on the way)" if new else " (no host has room)"
-        if seconds >= bound:
+        places = len(list(self.hosts.places(now)))
+        if self.rules.fixed and self.rules.cooldown is None and places < self.rules.smallest:
+            self._give_up(f"the hosts that are left take {places} {_ranks(places)}, --min-np is {self.rules.smallest}")
+        elif seconds >= bound:
             self._give_up(f"waited {seconds:.0f} s for {lacking} (--elastic-timeout)")
         elif now - self._said_waiting >= WAITING_EVERY:
             self._said_waiting = now

@@ -111,6 +111,7 @@ def rules(options: argparse.Namespace, hosts: Sequence[Host], environment: Mappi
         cooldown=options.blacklist_cooldown_range and (*options.blacklist_cooldown_range,),
         blacklist_host=(options.on_rank_failure or ("host" if options.as_horovod and several else "rank")) == "host",
         spares=options.warm_spares or 0,
+        fixed=options.host_discovery_script is None,
     )
 
 

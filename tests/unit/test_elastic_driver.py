@@ -197,6 +197,28 @@ def test_below_the_minimum_for_too_long_it_gives_up_with_the_failure_that_was_no
     assert job.driver.end is not None and job.driver.end.code == 3 and job.driver.failed == [0]
 
 
+def test_where_no_host_can_come_it_does_not_wait_for_one() -> None:
+    job = Play("a:1 b:1", smallest=2, largest=2, fixed=True)
+    job.run()
+    job.lose("b")
+    job.say("ended", 0)
+    text = "the hosts that are left take 1 rank, --min-np is 2"
+    assert job.answers[0] == {"give_up": text} and job.driver.end is not None and job.driver.end.text == text
+
+
+def test_after_the_end_nobody_waits_for_an_answer() -> None:
+    for code, answer in ((0, "stop"), (7, "give_up")):
+        job = Play("a:3", smallest=1, largest=2, spares=1)
+        job.run()
+        job.say("here", 2)
+        if not code:
+            job.say("finished", 0, 1)
+        job.exit(code, 0, 1)
+        assert job.driver.end is not None and job.driver.end.code == code
+        job.say("ready", 2)
+        assert list(job.answers[2]) == [answer]
+
+
 def test_who_does_not_end_the_generation_is_declared_dead() -> None:
     job = Play("a:4", smallest=1, largest=4, grace=10)
     job.run()

@@ -19,7 +19,8 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.launch import ssh
 from collectives.launch.agents import Agents
 from collectives.launch.discovery import Discovery, Found
-from collectives.launch.elastic_driver import Action, Driver, Drop, Event, Kill, Rules, Set, Start
+from collectives.launch.elastic_driver import Driver
+from collectives.launch.elastic_terms import Action, Drop, Event, Kill, Rules, Set, Start
 from collectives.launch.host_agent import HostAgent, HostRanks
 from collectives.launch.output import Output
 from collectives.launch.records import Record

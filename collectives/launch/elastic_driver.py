@@ -13,143 +13,34 @@ they, in their order, then newcomers that are ready.
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from collectives.launch.elastic_hosts import HostTable
+from collectives.launch.elastic_terms import (
+    Action,
+    Drop,
+    End,
+    Event,
+    Kill,
+    Member,
+    Rules,
+    Set,
+    Start,
+    State,
+    facts_of,
+    how_ended,
+    numbered,
+    ranks_in_words,
+)
 from collectives.launch.hosts import Host
 
 WAITING_EVERY = 10.0
 """Seconds between lines that say what is waited for."""
 FIRST_WITHIN = 60.0
 """Seconds, at least, that the first members have to call ``init()``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What the user wants.
-
-    Attributes:
-        smallest, largest: numbers of ranks; ``largest`` None: as many as the hosts take.
-        elastic_timeout: seconds that the job waits for what it lacks.
-        grace: seconds that members have to end a generation, after the first has.
-        reset_limit: the largest number of generations after the first; None: any.
-        cooldown: see `HostTable`.
-        blacklist_host: whether the failure of a member blacklists its host.
-        spares: members that are kept ready beyond the largest number of ranks.
-        fixed: whether no further hosts can come.
-    """
-
-    smallest: int = 1
-    largest: int | None = None
-    elastic_timeout: float = 600.0
-    grace: float = 10.0
-    reset_limit: int | None = None
-    cooldown: tuple[float, float] | None = None
-    blacklist_host: bool = False
-    spares: int = 0
-    fixed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start a process."""
-
-    member: int
-    host: str
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """Kill a process, with its children."""
-
-    member: int
-
-
-@dataclass(frozen=True, slots=True)
-class Set:
-    """Set a key of the store."""
-
-    key: str
-    value: Mapping[str, Any] | str
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Remove the keys of the store that begin so."""
-
-    prefix: str
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What has happened, for people (``text``) and for programs."""
-
-    kind: str
-    text: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-    def line(self, time: float) -> str:
-        """Return it as a line of JSON."""
-        return json.dumps({"time": time, "event": self.kind, **self.fields, "text": self.text})
-
-
-Action = Start | Kill | Set | Drop | Event
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The end of the job: its exit code, and why, if no member's failure says it."""
-
-    code: int
-    text: str = ""
-
-
-class State(Enum):
-    """How far a member is."""
-
-    STARTED = "has not called init()"
-    HERE = "waits for the first generation"
-    ALONE = "warms up"
-    READY = "waits to be admitted"
-    IN = "is in the generation"
-    WAITING = "waits for the next generation"
-    FINISHED = "has finished"
-    FAILED = "is about to end"
-    GONE = "is being ended"
-
-
-@dataclass(slots=True)
-class Member:
-    """A process.
-
-    Attributes:
-        question: the number of what it has said last; if it waits, that is answered.
-        born: the generation in which it was admitted; 0: none yet.
-        alone: whether it wants the next generation to have no newcomers.
-        since: when it got into its state.
-    """
-
-    number: int
-    host: str
-    slot: int
-    since: float
-    state: State = State.STARTED
-    question: int = 0
-    born: int = 0
-    alone: bool = False
-
-    @property
-    def place(self) -> tuple[str, int]:
-        return self.host, self.slot
-
-
 _KILLED = 128 + signal.SIGKILL
 _KILLED_WITHIN = 2.0
 """Seconds in which a process ends that is killed, if its host can be reached."""
@@ -200,7 +91,7 @@ class Driver:
         added, removed = self.hosts.update(hosts)
         for name in added:
             slots = self.hosts.slots[name]
-            self._event("host_added", f"host {name} takes {slots} {_ranks(slots)}", host=name, slots=slots)
+            self._event("host_added", f"host {name} takes {ranks_in_words(slots)}", host=name, slots=slots)
         for name in removed:
             self._left = {place for place in self._left if place[0] != name}
             self._event("host_removed", f"host {name} was removed", host=name)
@@ -310,11 +201,11 @@ class Driver:
 
     def _died(self, member: Member, code: int, now: float) -> None:
         """Take note of a process that has ended by itself."""
-        newcomer, host, how = self.generation > 0 and not member.born, member.host, _how(code)
+        newcomer, host, how = self.generation > 0 and not member.born, member.host, how_ended(code)
         if member.state is State.FINISHED:
             if code:
                 self._event(
-                    "died", f"member {member.number} on {host} {how} after it had finished", **_of(member, code)
+                    "died", f"member {member.number} on {host} {how} after it had finished", **facts_of(member, code)
                 )
                 self._fail(member, code)
         elif code == 0 and not self._recovers:
@@ -334,11 +225,12 @@ class Driver:
     def _bury(self, member: Member, code: int, how: str, now: float) -> None:
         """Take note of the end of a member that has not finished, whatever the cause."""
         number = member.number
-        self._event("died" if code else "left", f"member {number} on {member.host} {how}", **_of(member, code), why=how)
+        text = f"member {number} on {member.host} {how}"
+        self._event("died" if code else "left", text, **facts_of(member, code), why=how)
         if number in self.ranks:
             if code and not self._finishing:
                 self._fail(member, code)
-            self._end_generation(f"member {number} on {member.host} {how}", now)
+            self._end_generation(text, now)
 
     def _fail(self, member: Member, code: int) -> None:
         self.failed.append(member.number)
@@ -457,17 +349,17 @@ class Driver:
         """Say what is missing, now and then; give up in the end."""
         seconds, bound = now - self._waiting_since, self.rules.elastic_timeout
         if not self._next:
-            lacking = f"hosts that take {self.rules.smallest} {_ranks(self.rules.smallest)}"
+            lacking = f"hosts that take {ranks_in_words(self.rules.smallest)}"
         elif missing:
-            lacking = f"{_numbered(missing)} to call init()"
+            lacking = f"{numbered(missing)} to call init()"
             bound = max(bound, FIRST_WITHIN)
         else:
-            lacking = f"{self.rules.smallest - size} more {_ranks(self.rules.smallest - size)}"
+            lacking = f"{ranks_in_words(self.rules.smallest - size)} more"
             new = [member for member in self.members.values() if member.state in (State.STARTED, State.ALONE)]
-            lacking += f" ({_numbered(new)} on the way)" if new else " (no host has room)"
+            lacking += f" ({numbered(new)} on the way)" if new else " (no host has room)"
         places = len(list(self.hosts.places(now)))
         if self.rules.fixed and self.rules.cooldown is None and places < self.rules.smallest:
-            self._give_up(f"the hosts that are left take {places} {_ranks(places)}, --min-np is {self.rules.smallest}")
+            self._give_up(f"the hosts that are left take {ranks_in_words(places)}, --min-np is {self.rules.smallest}")
         elif seconds >= bound:
             self._give_up(f"waited {seconds:.0f} s for {lacking} (--elastic-timeout)")
         elif now - self._said_waiting >= WAITING_EVERY:
@@ -480,7 +372,7 @@ class Driver:
             self._give_up(f"Horovod was shutdown because number of resets during elastic job exceeded limit: {limit}")
             return
         for member in self._living_newcomers(members):
-            self._event("joined", f"member {member.number} on {member.host} joins", **_of(member, None))
+            self._event("joined", f"member {member.number} on {member.host} joins", **facts_of(member))
         if self.generation:
             self._actions.append(Drop(f"elastic/g{self.generation}/"))
         self.generation += 1
@@ -498,7 +390,7 @@ class Driver:
         seconds = now - self._waiting_since
         self._event(
             "generation",
-            f"generation {self.generation}: {len(members)} {_ranks(len(members))}, {_numbered(members)}; formed in "
+            f"generation {self.generation}: {ranks_in_words(len(members))}, {numbered(members)}; formed in "
             f"{seconds:.2f} s" + (f" ({self._why})" if self._why else ""),
             **answer,
             hosts=[member.host for member in members],
@@ -538,7 +430,7 @@ class Driver:
     def _stop(self, member: Member, why: str) -> None:
         self._answer(member, {"stop": why})
         member.state = State.GONE
-        self._event("stopped", f"member {member.number} on {member.host} is told to end: {why}", **_of(member, None))
+        self._event("stopped", f"member {member.number} on {member.host} is told to end: {why}", **facts_of(member))
 
     def _give_up(self, text: str) -> None:
         for member in self.members.values():
@@ -571,24 +463,3 @@ class Driver:
 
     def _event(self, kind: str, text: str, **fields: Any) -> None:
         self._actions.append(Event(kind, text, fields))
-
-
-def _of(member: Member, code: int | None) -> dict[str, Any]:
-    return {"member": member.number, "host": member.host, **({} if code is None else {"code": code})}
-
-
-def _how(code: int) -> str:
-    if code > 128 and code - 128 in set(signal.Signals):
-        return f"was killed by {signal.Signals(code - 128).name}"
-    return f"failed with exit code {code}" if code else "has left (exit code 0)"
-
-
-def _ranks(number: int) -> str:
-    return "rank" if number == 1 else "ranks"
-
-
-def _numbered(members: Sequence[Member]) -> str:
-    numbers = ", ".join(str(member.number) for member in members[:8])
-    return f"member{'s' if len(members) > 1 else ''} {numbers}" + (
-        f" and {len(members) - 8} more" if len(members) > 8 else ""
-    )

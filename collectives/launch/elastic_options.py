@@ -9,7 +9,7 @@ from functools import partial
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError
 from collectives.launch.discovery import Found, run_script
-from collectives.launch.elastic_driver import Rules
+from collectives.launch.elastic_terms import Rules
 from collectives.launch.hosts import Host
 
 Number = Callable[[str], object]

@@ -164,7 +164,7 @@ def test_without_enough_hosts_the_job_gives_up(tmp_path: Path) -> None:
     job = run(tmp_path, {1: "hosts localhost:1"}, *options, hosts="localhost:2", expect=1)
     assert job.generations == [[0, 1]] and job.output.count("RuntimeError: waited ") == 2
     last = job.output.rstrip().rpartition("\n")[2]
-    assert last.startswith("collectivesrun: waited ") and "for 1 more rank (no host has room) (--elastic-tim" in last
+    assert last.startswith("collectivesrun: waited ") and "for 1 rank more (no host has room) (--elastic-tim" in last
 
 
 def test_a_file_for_events_that_cannot_be_written_is_named(tmp_path: Path) -> None:

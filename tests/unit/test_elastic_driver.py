@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.launch.elastic_driver import Action, Driver, Event, Kill, Rules, Set, Start
+from collectives.launch.elastic_driver import Driver
 from collectives.launch.elastic_hosts import EARLY_DEATHS, HostTable
+from collectives.launch.elastic_terms import Action, Event, Kill, Rules, Set, Start
 from collectives.launch.hosts import Host
 
 FOR_EVER = 10_000.0
@@ -182,7 +183,7 @@ def test_below_the_minimum_it_waits_for_a_replacement() -> None:
     job.say("ended", 1)
     assert len(job.generations) == 1
     job.wait(12)
-    assert job.kinds("waiting") == ["waiting since 12 s for 1 more rank (member 2 on the way)"]
+    assert job.kinds("waiting") == ["waiting since 12 s for 1 rank more (member 2 on the way)"]
     job.join(2)
     assert job.ranks == [1, 2], "the survivor is first: it has the state"
 

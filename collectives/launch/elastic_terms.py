@@ -1,0 +1,155 @@
+"""The terms of an elastic job's driver: its rules, the members and their states, and the actions that it decides on."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the user wants.
+
+    Attributes:
+        smallest, largest: numbers of ranks; ``largest`` None: as many as the hosts take.
+        elastic_timeout: seconds that the job waits for what it lacks.
+        grace: seconds that members have to end a generation, after the first has.
+        reset_limit: the largest number of generations after the first; None: any.
+        cooldown: see `HostTable`.
+        blacklist_host: whether the failure of a member blacklists its host.
+        spares: members that are kept ready beyond the largest number of ranks.
+        fixed: whether no further hosts can come.
+    """
+
+    smallest: int = 1
+    largest: int | None = None
+    elastic_timeout: float = 600.0
+    grace: float = 10.0
+    reset_limit: int | None = None
+    cooldown: tuple[float, float] | None = None
+    blacklist_host: bool = False
+    spares: int = 0
+    fixed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a process."""
+
+    member: int
+    host: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill a process, with its children."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """Set a key of the store."""
+
+    key: str
+    value: Mapping[str, Any] | str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Remove the keys of the store that begin so."""
+
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What has happened, for people (``text``) and for programs."""
+
+    kind: str
+    text: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def line(self, time: float) -> str:
+        """Return it as a line of JSON."""
+        return json.dumps({"time": time, "event": self.kind, **self.fields, "text": self.text})
+
+
+Action = Start | Kill | Set | Drop | Event
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of the job: its exit code, and why, if no member's failure says it."""
+
+    code: int
+    text: str = ""
+
+
+class State(Enum):
+    """How far a member is."""
+
+    STARTED = "has not called init()"
+    HERE = "waits for the first generation"
+    ALONE = "warms up"
+    READY = "waits to be admitted"
+    IN = "is in the generation"
+    WAITING = "waits for the next generation"
+    FINISHED = "has finished"
+    FAILED = "is about to end"
+    GONE = "is being ended"
+
+
+@dataclass(slots=True)
+class Member:
+    """A process.
+
+    Attributes:
+        question: the number of what it has said last; if it waits, that is answered.
+        born: the generation in which it was admitted; 0: none yet.
+        alone: whether it wants the next generation to have no newcomers.
+        since: when it got into its state.
+    """
+
+    number: int
+    host: str
+    slot: int
+    since: float
+    state: State = State.STARTED
+    question: int = 0
+    born: int = 0
+    alone: bool = False
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.host, self.slot
+
+
+def facts_of(member: Member, code: int | None = None) -> dict[str, Any]:
+    """Return the fields of an event that is about a member."""
+    return {"member": member.number, "host": member.host, **({} if code is None else {"code": code})}
+
+
+def how_ended(code: int) -> str:
+    """Return in words how a process has ended."""
+    if code > 128 and code - 128 in set(signal.Signals):
+        return f"was killed by {signal.Signals(code - 128).name}"
+    return f"failed with exit code {code}" if code else "has left (exit code 0)"
+
+
+def ranks_in_words(number: int) -> str:
+    """Return ``1 rank`` or ``3 ranks``."""
+    return f"{number} rank{'' if number == 1 else 's'}"
+
+
+def numbered(members: Sequence[Member]) -> str:
+    """Return members in words: ``members 0, 1, 2``."""
+    numbers = ", ".join(str(member.number) for member in members[:8])
+    return f"member{'s' if len(members) > 1 else ''} {numbers}" + (
+        f" and {len(members) - 8} more" if len(members) > 8 else ""
+    )

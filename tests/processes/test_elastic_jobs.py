@@ -271,3 +271,39 @@ def test_a_host_joins_by_ssh_and_is_lost(tmp_path: Path) -> None:
             interrupt=(tmp_path / "ready", lambda processes: hosts.power_off("host2")),
         )
     assert job.generations == [[0], [0, 1, 2], [0]] and job.of("host_lost")[0]["host"] == "host2"
+
+
+def test_a_function_runs_as_an_elastic_job(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
+import os, collectives, collectives.elastic
+
+def train():
+    collectives.init()
+    state = collectives.elastic.ObjectState(batch=0)
+
+    @collectives.elastic.run
+    def loop(state):
+        while state.batch < 5:
+            collectives.allreduce(1.0, name="step")
+            state.batch += 1
+            state.commit()
+            if state.batch == 3 and os.environ["COLLECTIVES_MEMBER"] == "0":
+                os._exit(9)
+        return collectives.rank(), os.environ["COLLECTIVES_MEMBER"]
+
+    return loop(state)
+
+def fail():
+    collectives.init()
+    raise ValueError("no good")
+
+if __name__ == "__main__":
+    print("results", collectives.run(train, np=3, min_np=2))
+    try:
+        collectives.run(fail, np=2, min_np=1)
+    except collectives.RankFailedError as error:
+        print("error", str(error).rpartition("\\n")[0])
+""")
+    result = run_command([sys.executable, str(program)], timeout=60)
+    assert "\nresults [(0, '1'), (1, '2'" in f"\n{result.output}" and "ended with exit code 1: Traceback" in result.output

@@ -17,7 +17,8 @@ Its standard streams connect it with the launcher:
 
 The end of stdin means that the launcher or the connection is gone, and ends the ranks; so does silence, because a
 host without power or network closes no connection. No process of a rank outlives the agent. If the agent is killed,
-``rank.py`` ends its rank. An agent of an elastic job (``stays`` in its task) goes on without any rank until then.
+``rank.py`` ends its rank. An agent of an elastic job (``stays`` in its task) goes on without any rank until then, and
+kills a rank that is stopped for too long: peers on its host, who share memory with it, would wait for it.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def _watch(ranks: _Ranks, orders: _Orders, signals: Signals, patience: float) ->
         if now - spoken >= ALIVE_EVERY and select.select([], [1], [], 0)[1]:
             _say("alive")
             spoken = now
+            ranks.end_stopped()
 
 
 def free_port() -> int:
@@ -174,6 +176,8 @@ class _Ranks:
         self.code = 0
         self.kill_at = float("inf")
         self.stays = self._elastic = task["stays"]
+        self._most_stopped = task["most_stopped"]
+        self._stopped: dict[str, float] = {}
         program = os.path.join(os.path.dirname(__file__), "rank.py")
         self._command = [sys.executable, "-I", "-S", program, *task["command"]]
         self._environment = {**os.environ, **task["environment"]}
@@ -207,6 +211,17 @@ class _Ranks:
             self.stays = False
             end_descendants(0.0, reap=lambda left: self.reap())
             self.running.clear()  # what cannot be killed; on other systems than Linux, rank.py ends the rank
+
+    def end_stopped(self) -> None:
+        """Kill ranks that were found stopped in every beat for too long (Linux); only those of elastic jobs."""
+        for pid, rank in self.running.items() if self._elastic else ():
+            if _child_is_stopped(pid):
+                self._stopped[rank] = self._stopped.get(rank, 0.0) + ALIVE_EVERY
+                if self._stopped[rank] > self._most_stopped:
+                    os.write(2, f"rank {rank} is killed: it was stopped for {self._most_stopped:g} s\n".encode())
+                    self.obey("kill", rank)
+            else:
+                self._stopped.pop(rank, None)
 
     def reap(self) -> None:
         """Take note of ended processes, and tell the launcher of ranks."""
@@ -242,6 +257,16 @@ def _start(command: list[str], environment: Mapping[str, str], stdin: int, dying
         os.write(2, f"cannot run {command[0]!r}: {error.strerror}\n".encode())
     finally:
         os._exit(127)
+
+
+def _child_is_stopped(pid: int) -> bool:
+    """Whether the first child of a process is stopped, as by SIGSTOP (Linux)."""
+    with contextlib.suppress(OSError, IndexError):
+        with open(f"/proc/{pid}/task/{pid}/children") as children:
+            child = children.read().split()[0]
+        with open(f"/proc/{child}/stat", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _say(text: str) -> None:

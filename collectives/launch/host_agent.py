@@ -104,6 +104,7 @@ class HostAgent:
             ],
             "stdin": self._stdin,
             "stays": not self.place.ranks,
+            "most_stopped": peer_timeout,
         }
         self.pending += json.dumps(task).encode() + b"\n"
         self.heard = time.monotonic()

@@ -1,8 +1,9 @@
 """Elastic jobs as ``collectivesrun`` starts them: members that die, leave, fail and come, hosts that come and go.
 
 The members use the store alone. What happens in a generation is a plan: of words by the generation's number, such as
-``kill 1`` (member 1), ``stop 1``, ``leave 1``, ``raise 1``, ``hosts localhost:2,127.0.0.1:2`` (what discovery finds
-from now on), ``touch`` (a file) and ``finish``. `localhost` and `127.0.0.1` count as two hosts.
+``kill 1`` (member 1), ``stop 1`` (the others notice), ``freeze 1`` (they do not), ``leave 1``, ``raise 1``, ``hosts
+localhost:2,127.0.0.1:2`` (what discovery finds from now on), ``touch`` (a file) and ``finish``. `localhost` and
+`127.0.0.1` count as two hosts.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ while True:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == "stop":
+        if what in ("stop", "freeze"):
             os.kill(os.getpid(), signal.SIGSTOP)
         if what == "raise":
             raise ValueError("no good")
@@ -195,6 +196,12 @@ def test_a_member_that_does_not_answer_is_killed_with_its_children(tmp_path: Pat
     job = run(tmp_path, {1: "stop 1", 2: "finish"}, "-np", "2", "--min-np", "1", env={"COLLECTIVES_PEER_TIMEOUT": "1"})
     assert job.generations == [[0, 1], [0]]
     assert job.of("died")[0]["why"].startswith("was declared dead: it has not ended generation 1")
+
+
+def test_a_stopped_member_that_nobody_misses_is_killed(tmp_path: Path) -> None:
+    plan = {1: "freeze 1", 2: "finish"}
+    job = run(tmp_path, plan, "-np", "2", "--min-np", "1", env={"COLLECTIVES_PEER_TIMEOUT": "1"})
+    assert job.generations == [[0, 1], [0]] and "rank 1 is killed: it was stopped for 1 s\n" in job.output
 
 
 def test_horovods_variables(tmp_path: Path) -> None:
@@ -306,4 +313,6 @@ if __name__ == "__main__":
         print("error", str(error).rpartition("\\n")[0])
 """)
     result = run_command([sys.executable, str(program)], timeout=60)
-    assert "\nresults [(0, '1'), (1, '2'" in f"\n{result.output}" and "ended with exit code 1: Traceback" in result.output
+    assert (
+        "\nresults [(0, '1'), (1, '2'" in f"\n{result.output}" and "ended with exit code 1: Traceback" in result.output
+    )

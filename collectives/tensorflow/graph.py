@@ -134,16 +134,23 @@ def _legal(label: str) -> str:
 
 
 def _in_order(callback: Callback, label: str, tensors: list[Any], types: list[Any], shapes: list[Any]) -> list[Any]:
-    global _order
     if _order is None:
-        with tf.init_scope(), tf.device("CPU:0"):
-            _order = tf.Variable(0, trainable=False, dtype=tf.int64, name="collectives_order")
+        # A function that is traced again refuses new variables, outside of itself too, but not those of other threads.
+        creating = threading.Thread(target=_create_order)
+        creating.start()
+        creating.join()
     callback, types, _ = status.returning(callback, types, shapes)
     with tf.control_dependencies([_order.assign_add(1, read_value=False)]):
         results = status.checked(tf.numpy_function(callback, tensors, types, name=label), label)
     with tf.control_dependencies(results):
         _order.assign_add(1, read_value=False)
     return results
+
+
+def _create_order() -> None:
+    global _order
+    with tf.device("CPU:0"):
+        _order = tf.Variable(0, trainable=False, dtype=tf.int64, name="collectives_order")
 
 
 def _on_own_thread(

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from collectives.base.errors import MismatchError
 from collectives.engine import callers
-from collectives.tensorflow import status
+from collectives.tensorflow import graph, status
 from collectives.worlds.runtime import world
 
 
@@ -138,6 +138,19 @@ def test_the_order_of_the_program_in_functions(hvd: Any) -> None:
             branch,
         ]
         assert rows.numpy().tolist() == [101.0 * i * ranks for i in range(steps)]
+
+
+def test_the_first_collective_may_come_with_a_later_trace(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Horovod's elastic programs, whose first step builds the model without a collective."""
+    monkeypatch.setattr(graph, "_order", None)
+
+    @tf.function
+    def step(communicates: bool) -> Any:
+        value = tf.ones(3) * float(1 + hvd.rank())
+        return hvd.allreduce(value, op=hvd.Sum) if communicates else value
+
+    assert step(False).numpy().tolist() == [1.0 + hvd.rank()] * 3
+    assert step(True).numpy().tolist() == [hvd.size() * (hvd.size() + 1) / 2] * 3
 
 
 def test_a_result_that_only_one_rank_uses(hvd: Any) -> None:

@@ -18,7 +18,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import numpy as np
 
-from collectives.base.errors import InvalidArgumentError, RecoverableError, in_words
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    RankFailedError,
+    RecoverableError,
+    TransportError,
+    in_words,
+)
 from collectives.base.reduce_op import Op
 from collectives.elastic import retry
 from collectives.elastic.events import tell
@@ -27,6 +34,7 @@ from collectives.worlds import generations, runtime
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+_RECOVERABLE = (RecoverableError, RankFailedError, CollectiveTimeoutError, TransportError)
 _Training = Callable[Concatenate[Any, Parameters], Result]
 
 
@@ -122,7 +130,8 @@ def is_recoverable(error: BaseException) -> bool:
     cause = error.__cause__
     while cause is not None and not isinstance(cause, RecoverableError):
         cause = cause.__cause__
-    return cause is not None or str(failure) in str(error)
+    # In a graph or a compiled program the text alone is left of what was raised.
+    return cause is not None or any(f"{kind.__name__}: " in str(error) for kind in _RECOVERABLE)
 
 
 class _Failures:

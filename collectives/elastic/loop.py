@@ -108,7 +108,8 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                 if not is_recoverable(error):
                     raise
                 failures.add(error, state)
-                cause = error
+                # A framework's error has little to say of it in its first line.
+                cause = error if isinstance(error, RecoverableError) else runtime.world().failure or error
                 if not steps.renewed:
                     _fail(error)
                 state.restore()

@@ -73,6 +73,13 @@ class _Attributes(Attributes):
         return not isinstance(tensor, jax.Array) and super().writeable(tensor)
 
 
+def forget_programs() -> None:
+    """Drop compiled programs, which have the earlier rank and size in them, and the order in which the next ones follow
+    those that have failed."""
+    eager.wait_for_effects()
+    jax.clear_caches()
+
+
 class JaxState(ObjectState):
     """A state of pytrees: parameters, an optimizer's state, random keys, NumPy arrays, numbers.
 
@@ -94,8 +101,8 @@ class JaxState(ObjectState):
         return _Attributes(self, names)
 
     def reset(self) -> None:
-        """Drop compiled programs, which have the earlier rank and size in them."""
-        jax.clear_caches()
+        """Drop compiled programs; see `forget_programs`."""
+        forget_programs()
 
     def save(self) -> None:
         """Copy the state to host memory; see `ObjectState.save`."""

@@ -19,6 +19,7 @@ train(state)
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import keras
@@ -57,6 +58,11 @@ class KerasState(ModelState):
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         super().__init__(model, optimizer, **kwargs)
+
+    def reset(self) -> None:
+        """On JAX, drop compiled programs; see `collectives.jax.elastic.forget_programs`."""
+        if keras.backend.backend() == "jax":
+            importlib.import_module("collectives.jax.elastic").forget_programs()
 
 
 class CommitStateCallback(CommitState, keras.callbacks.Callback):  # type: ignore[misc]

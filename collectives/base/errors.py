@@ -25,6 +25,12 @@ def in_words(rank: int, error: BaseException) -> str:
     return f"{type(error).__name__}: {bare(rank, error)}"
 
 
+def first_line(text: str) -> str:
+    """The first line of an error's text, and the next one where the first only introduces it."""
+    first, _, rest = text.partition("\n")
+    return f"{first} {first_line(rest)}" if first.endswith(":") and rest else first
+
+
 class CollectivesError(Exception):
     """Base of every error raised by collectives."""
 

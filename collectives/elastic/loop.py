@@ -2,10 +2,9 @@
 
 enter       wait to be admitted, as a newcomer
 sync        all ranks get the state of those that have committed the most
-func        until it returns, or one of these is raised
-            RecoverableError          restore the last commit
-            HostsUpdatedInterrupt     keep the state
+func        until it returns, or raises a RecoverableError or a HostsUpdatedInterrupt
 renew       the survivors and the newcomers become the default world
+restore     the last commit, if func has failed on any rank
 on_reset    the program's callbacks, on all ranks; then back to sync
 """
 
@@ -24,7 +23,7 @@ from collectives.base.errors import (
     RankFailedError,
     RecoverableError,
     TransportError,
-    in_words,
+    first_line,
 )
 from collectives.base.reduce_op import Op
 from collectives.elastic import retry
@@ -85,15 +84,16 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
 
     @functools.wraps(func)
     def train(state: State, *args: Any, **kwargs: Any) -> Any:
-        changed, restored, failures = generations.enter(), False, _Failures(reset_limit)
+        changed, failed, failures = generations.enter(), False, _Failures(reset_limit)
         if changed:
             tell("joined")
         while True:
             steps = retry.Steps()
             try:
                 if changed:
-                    # Before the callbacks, which may set what a restore would undo.
-                    if _anywhere(restored) and not restored:
+                    # Not earlier: a rank that was stopped may wake and write into other ranks' tensors until it has
+                    # left the former world. Before the callbacks, which may set what a restore would undo.
+                    if _anywhere(failed):
                         state.restore()
                     state.on_reset()
                 state.sync()
@@ -103,17 +103,14 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                 return result
             except HostsUpdatedInterrupt as interrupt:
                 cause: Exception | str = str(interrupt)
-                restored = False
+                failed = False
             except Exception as error:
                 if not is_recoverable(error):
                     raise
                 failures.add(error, state)
                 # A framework's error has little to say of it in its first line.
                 cause = error if isinstance(error, RecoverableError) else runtime.world().failure or error
-                if not steps.renewed:
-                    _fail(error)
-                state.restore()
-                restored = True
+                failed = True
             if not steps.renewed:
                 _renew(cause)
             changed = True
@@ -155,21 +152,14 @@ class _Failures:
 
 
 def _renew(cause: Exception | str) -> None:
-    why = (cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}").partition("\n")[0]
+    why = first_line(cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}")
     tell("ended", why)
     start = time.monotonic()
     generations.renew(cause)
     tell("renewed", why, time.monotonic() - start)
 
 
-def _fail(error: Exception) -> None:
-    """Have the world fail here, if it has not, so that what is in flight does not make `State.restore` wait."""
-    world = runtime.world()
-    if world.failure is None:
-        world.fail(in_words(world.rank, error))
-
-
-def _anywhere(restored: bool) -> bool:
-    """Whether any rank has restored its state; the others must not keep a newer one."""
-    word = np.array([restored], np.int64)
-    return bool(runtime.world().allreduce_(word, op=Op.MAX, name="elastic: restored")[0])
+def _anywhere(failed: bool) -> bool:
+    """Whether the training has failed on any rank; the others must not keep a newer state."""
+    word = np.array([failed], np.int64)
+    return bool(runtime.world().allreduce_(word, op=Op.MAX, name="elastic: failed")[0])

@@ -14,7 +14,7 @@ from typing import Any
 
 from collectives.base import interrupts, logging
 from collectives.base.config import Config
-from collectives.base.errors import CollectivesError, NotInitializedError, RecoverableError, in_words
+from collectives.base.errors import CollectivesError, NotInitializedError, RecoverableError, first_line, in_words
 from collectives.worlds import runtime
 from collectives.worlds.elastic_jobs import Job
 from collectives.worlds.runtime import default
@@ -80,7 +80,7 @@ def renew(why: BaseException | str, record: Any = None) -> list[Any]:
             runtime.shutdown()
         runtime.init()
         return runtime.world().allgather_object(record, name="generation.records")
-    text = (why if isinstance(why, str) else in_words(job.member, why)).partition("\n")[0]
+    text = first_line(why if isinstance(why, str) else in_words(job.member, why))
     began = time.monotonic()
     with interrupts.deferred(), default.held():
         sets = default.known.by_members(job.members)

@@ -256,6 +256,39 @@ def test_horovods_way_to_tell_and_to_look(job: Played) -> None:
     assert state._host_messages.empty()
 
 
+def test_what_a_rank_writes_that_wakes_late_is_undone(job: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that was stopped goes on writing into mapped tensors of the others until it has left the former world."""
+    state: Any = ObjectState(weights=np.zeros(4))
+    renew, fail = job.renew, failing(RankFailedError("rank 1 is silent"))
+
+    def write_late(why: BaseException | str) -> None:
+        state.weights[:] = 7
+        renew(why)
+
+    monkeypatch.setattr(generations, "renew", write_late)
+
+    @elastic.run
+    def train(state: Any) -> Any:
+        fail()
+        return state.weights.tolist()
+
+    assert train(state) == [0, 0, 0, 0]
+
+
+def test_events_say_what_has_failed_in_one_line(job: Played) -> None:
+    events: list[str] = []
+    elastic.on_event(lambda event: events.append(event.why))
+    fail = failing(RankFailedError("rank 0: rank 1 has failed:\nCollectiveTimeoutError: waits for rank 2\nmore"))
+
+    @elastic.run
+    def train(state: Any) -> None:
+        fail()
+
+    train(ObjectState())
+    _listeners.pop()
+    assert events[0] == "RankFailedError: rank 0: rank 1 has failed: CollectiveTimeoutError: waits for rank 2"
+
+
 # ---- states
 
 

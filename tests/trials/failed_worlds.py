@@ -20,6 +20,8 @@ import collectives as hvd
 
 LARGE = 300_000
 """Elements that travel neither through a window nor with an envelope."""
+_MOST_GROWTH = 32.0
+"""MiB, from the first tenth of the worlds to the last."""
 Footprint = dict[str, list[str]]
 """What a process holds, each by its name: threads, descriptors, and mappings that other ranks have, too."""
 
@@ -105,13 +107,23 @@ def world_that_fails(cycle: int) -> None:
     hvd.shutdown()
 
 
+def resident() -> float:
+    """This process's memory in MiB."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
 def main() -> None:
-    held = []
+    held, memory = [], []
     for cycle in range(int(sys.argv[1])):
         world_that_fails(cycle)
         held.append(footprint())
+        memory.append(resident())
     check(held, len(WAYS))
-    print("nothing has grown")
+    tenth = -(-len(memory) // 10)
+    before, after = max(memory[:tenth]), max(memory[-tenth:])
+    assert after < before + _MOST_GROWTH, f"memory: at first {before:.0f} MiB, in the end {after:.0f}"
+    print(f"nothing has grown; memory: at first {before:.0f} MiB, in the end {after:.0f}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,107 @@
+"""How and where a rank dies, and which deaths a job has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+ROWS = {
+    "kill": 4,
+    "_exit": 2,
+    "exception": 3,
+    "exit 0": 1,
+    "stop": 2,
+    "long stop": 1,
+    "late stop": 1,
+}
+"""Ways to die, and how often each is drawn: SIGKILL; os._exit; an exception; exit with 0; SIGSTOP for less than the
+timeout; SIGSTOP until the rank has been declared dead; SIGSTOP until the others have noticed, but no longer."""
+ENDS = ("launcher killed", "all die", "start")
+"""Ways to end a whole job: its launcher is killed, all ranks die, or one does before it has joined the first
+generation."""
+HOST_OFF, HOST_CUT = HOST_ENDS = ("host off", "host cut")
+"""A host is switched off, or its cable pulled until its ranks have been declared dead; at the end of a job."""
+COLUMNS = ("user code", "blocking", "fused", "mapped", "persistent", "large", "commit", "forming", "transfer", "init")
+"""Where a rank dies: between operations; in an operation of a kind; in a commit; while the next generation forms; while
+the state is sent to newcomers; in `collectives.init`, as a newcomer. Large operations use direct reads, or TCP."""
+TRIGGERED = ("forming", "transfer", "init")
+"""Columns that another rank's death leads to."""
+STOPS = ("stop", "long stop", "late stop")
+
+
+@dataclass(frozen=True)
+class Death:
+    """One death.
+
+    Attributes:
+        row, column: how and where.
+        rank: a number from 0 to 1 that chooses the victim among the ranks; ``newcomer``: a newcomer is to die instead,
+            in the transfer.
+        delay: from 0 to 1: when, as a part of the time that is spent there.
+        seconds: of a stop.
+        trigger: from 0 to 1, chooses the rank whose death comes first, where the column needs one.
+    """
+
+    row: str
+    column: str
+    rank: float
+    delay: float
+    seconds: float = 0.0
+    newcomer: bool = False
+    trigger: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.row}/{self.column}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One job.
+
+    Attributes:
+        number, seed: which one of which run.
+        largest: the most ranks.
+        tcp: whether every rank counts as a host of its own.
+        deaths: in order; each leaves ranks that go on.
+        end: how it ends: one of `ENDS` or `HOST_ENDS`, or "" for when it is done.
+    """
+
+    number: int
+    seed: int
+    largest: int
+    tcp: bool
+    deaths: tuple[Death, ...]
+    end: str = ""
+
+    def __str__(self) -> str:
+        return f"job {self.number} of seed {self.seed}, {'TCP' if self.tcp else 'memory'}, up to {self.largest} ranks"
+
+
+def draw(number: int, seed: int, count: int, only: Sequence[tuple[str, str]], *, hosts: int = 0) -> Plan:
+    """Return the plan of a job of ``count`` deaths; ``only``: pairs of rows and columns, each "" for any."""
+    random = Random(f"chaos {seed} {number}")
+    ends = [end for end in (*ENDS, *(HOST_ENDS if hosts else ())) if not only or (end, "") in only]
+    cells = [
+        (row, column)
+        for row in ROWS
+        for column in COLUMNS
+        if (not only or {(row, column), (row, ""), ("", column)} & {*only})
+        and not (column == "init" and row in ("long stop", "late stop"))  # nobody waits for a newcomer
+    ]
+    # Every few jobs end otherwise than by being done; where only such ends are wanted, all do.
+    end = random.choice(ends) if ends and (not cells or number % 4 == 3 or (hosts and number % 2)) else ""
+    deaths = [] if end == "start" or not cells else [_death(random, cells) for _ in range(count - bool(end))]
+    # A rank that leaves is not replaced while there are enough: that comes last, and once.
+    leaves = [death for death in deaths if death.row == "exit 0"]
+    deaths = [
+        death if death.row != "exit 0" else replace(death, row="_exit") for death in deaths if death not in leaves[:1]
+    ] + leaves[:1]
+    return Plan(number, seed, random.choice((3, 4, 4)), bool(hosts) or number % 3 == 2, tuple(deaths), end)
+
+
+def _death(random: Random, cells: Sequence[tuple[str, str]]) -> Death:
+    row, column = random.choices(cells, [ROWS[row] for row, _ in cells])[0]
+    # Exponents that prefer the beginning: delays are parts of typical times, which a slow rank exceeds.
+    seconds = random.uniform(0.05, 1.0)
+    return Death(row, column, random.random(), random.random(), seconds, random.random() < 0.5, random.random())

@@ -1,0 +1,282 @@
+"""A rank of a job of `benchmarks.chaos`: it trains, records what it sees, and dies where it is told to.
+
+    python -m benchmarks.chaos.rank FOLDER
+
+The folder's file "armed" names the next death, "stop" says that the training is done. Records are lines of JSON in
+"log-MEMBER".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import collectives as hvd
+from benchmarks.chaos.training import COMMIT_EVERY, FUSED, SIZES, share, total
+from collectives import elastic
+from collectives.worlds import generations
+
+ARMED, STOP = "armed", "stop"
+_AT_FIRST = 0.005
+"""Seconds that a phase is taken to last until it has been timed."""
+
+Array = np.ndarray[Any, Any]
+_PATTERNS = {part: 1.0 + np.arange(count) % 5 for part, count in SIZES.items()}
+
+
+class Failure(Exception):
+    """How a rank fails that is to die of an exception."""
+
+
+class Log:
+    """Records of one member."""
+
+    def __init__(self, folder: Path, member: int) -> None:
+        self._file = os.open(folder / f"log-{member}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def __call__(self, what: str, **fields: Any) -> None:
+        line = json.dumps({"time": time.time(), "what": what, **fields})
+        os.write(self._file, f"{line}\n".encode())
+
+    @contextlib.contextmanager
+    def errors(self, generation: int) -> Iterator[None]:
+        """Record what ends a generation here."""
+        try:
+            yield
+        except (elastic.RecoverableError, elastic.HostsUpdatedInterrupt) as error:
+            self("raised", generation=generation, text=f"{type(error).__name__}: {error}")
+            raise
+
+
+class Fuse:
+    """Has this rank die in the phase that the file "armed" names, at a moment of it that the file names, too.
+
+    The file has the fields of a `benchmarks.chaos.deaths.Death`, and: ``number``; ``victim``, the number of the member
+    to die, or -1 for any newcomer, or -2 for every rank; ``first``: the member whose death leads to the phase, or -1.
+    """
+
+    def __init__(self, folder: Path, member: int, log: Log) -> None:
+        self._path, self._member, self._log = folder / ARMED, member, log
+        self._read_at = self._done = -1
+        self._armed: dict[str, Any] = {}
+        self._lasts: dict[str, float] = {}
+        self._begun = 0.0
+        self._lock = threading.RLock()  # a signal handler acts, too
+        self.is_newcomer = False
+
+    def look(self) -> None:
+        """Take note of the file."""
+        with contextlib.suppress(FileNotFoundError):
+            changed = self._path.stat().st_mtime_ns
+            if changed != self._read_at:
+                self._read_at, self._armed = changed, json.loads(self._path.read_text())
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Die within this, if that is the phase."""
+        self.begin(phase)
+        yield
+        self.finish(phase)
+
+    def begin(self, phase: str) -> None:
+        """Have this rank die after a part of the time that the phase usually lasts, if that is the phase."""
+        self._begun = time.monotonic()
+        how = self._how(phase)
+        if not how:
+            return
+        delay = self._armed["delay"] * self._lasts.get(phase, _AT_FIRST)
+        if how in ("exception", "exit 0"):
+            signal.signal(signal.SIGALRM, lambda *_: self.act())
+            signal.setitimer(signal.ITIMER_REAL, max(delay, 1e-6))
+        else:
+            timer = threading.Timer(delay, self.act)
+            timer.daemon = True
+            timer.start()
+
+    def finish(self, phase: str) -> None:
+        """Die, if this rank has not done so in the phase."""
+        if self._how(phase):
+            self.act()
+        self._lasts[phase] = time.monotonic() - self._begun
+
+    def act(self) -> None:
+        """Die now, if this is the time; a stopped rank goes on from here."""
+        how = self._armed.get("row", "")
+        with self._lock:
+            if self._done == self._armed.get("number", -1):
+                return
+            self._done = self._armed["number"]
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._log("dies", number=self._done, how=how, generation=self._generation())
+        if how in ("kill", "all die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "_exit":
+            os._exit(7)
+        if how == "exception":
+            raise Failure(f"member {self._member} was told to fail")
+        if how == "exit 0":
+            sys.exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._log("woken")
+
+    def trigger(self) -> None:
+        """Die if this rank's death leads to that of another one."""
+        armed = self._armed
+        if armed and armed["first"] == self._member:
+            self._log("dies", number=armed["number"], how="first", generation=self._generation())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _how(self, phase: str) -> str:
+        armed = self._armed
+        if not armed or armed["number"] == self._done or armed["column"] != phase:
+            return ""
+        victim = armed["victim"]
+        told = victim in (self._member, -2) or (victim == -1 and self.is_newcomer)
+        return str(armed["row"]) if told else ""
+
+    def _generation(self) -> int:
+        job = generations.job()
+        return job.generation if job else 0
+
+
+class State(elastic.ObjectState):
+    """The parts, and the number of steps; records what it saves and receives."""
+
+    step: int
+    mapped: Array
+
+    def __init__(self, log: Log, fuse: Fuse) -> None:
+        arrays: dict[str, Any] = {part: np.zeros(count) for part, count in SIZES.items()}
+        arrays["mapped"] = hvd.empty(SIZES["mapped"])
+        arrays["mapped"].fill(0)
+        super().__init__(step=0, **arrays)
+        self._log, self._fuse = log, fuse
+
+    def save(self) -> None:
+        super().save()
+        self._log("saved", step=self.step, **self.content())
+
+    def sync(self) -> None:
+        begun = time.time()
+        job = generations.job()
+        assert job is not None
+        transfer = self._fuse.during("transfer") if self._has_newcomers() else contextlib.nullcontext()
+        with self._log.errors(job.generation), transfer:
+            super().sync()
+        self._log("synced", seconds=time.time() - begun, step=self.step, newcomers=self._has_newcomers())
+
+    def content(self) -> dict[str, Any]:
+        """What every part is: the number, and the parts that are not everywhere that times the pattern."""
+        numbers = {part: int(getattr(self, part)[0]) for part in SIZES}
+        uneven = [
+            part
+            for part, number in numbers.items()
+            if not np.array_equal(getattr(self, part), number * _PATTERNS[part])
+        ]
+        return {"numbers": [*numbers.values()], "uneven": uneven}
+
+    def _has_newcomers(self) -> bool:
+        """Whether there are newcomers to be sent the state."""
+        job = generations.job()
+        assert job is not None
+        self._fuse.is_newcomer = job.generation > 1 and job.born[hvd.rank()] == job.generation
+        return job.generation > 1 and job.generation in job.born
+
+
+class Step:
+    """The operations of one generation's steps."""
+
+    def __init__(self, state: State, members: Sequence[int], member: int, log: Log, fuse: Fuse) -> None:
+        self._state, self._members, self._member, self._log, self._fuse = state, members, member, log, fuse
+        self._given = {part: np.empty(count) for part, count in SIZES.items()}
+        self._sum = np.empty(SIZES["persistent"])
+        self._persistent = hvd.allreduce_init(self._sum, op=hvd.Sum)
+
+    def run(self) -> None:
+        """Do one step."""
+        state, step, during = self._state, self._state.step, self._fuse.during
+        with during("user code"):
+            own = share(self._member, step)
+            for part, given in self._given.items():
+                np.multiply(_PATTERNS[part], own, out=given)
+        with during("blocking"):
+            self._add("blocking", hvd.allreduce(self._given["blocking"], op=hvd.Sum))
+        with during("fused"):
+            parts = np.split(self._given["fused"], FUSED)
+            handles = [hvd.allreduce_async(part, op=hvd.Sum, name=f"fused.{n}") for n, part in enumerate(parts)]
+            self._add("fused", np.concatenate([hvd.synchronize(handle) for handle in handles]))
+        with during("mapped"):
+            state.mapped += self._given["mapped"]
+            hvd.allreduce_(state.mapped, op=hvd.Max)
+        with during("persistent"):
+            np.copyto(self._sum, self._given["persistent"])
+            self._persistent.start()
+            self._persistent.wait()
+            self._add("persistent", self._sum)
+        with during("large"):
+            self._add("large", hvd.allreduce(self._given["large"], op=hvd.Sum))
+        state.step += 1
+
+    def _add(self, part: str, result: Array) -> None:
+        number = total(part, self._members, self._state.step)
+        if not np.array_equal(result, number * _PATTERNS[part]):
+            self._log("wrong", part=part, step=self._state.step, expected=number, got=result[:5].tolist())
+        getattr(self._state, part).__iadd__(result)
+
+
+def main() -> None:
+    folder, member = Path(sys.argv[1]), int(os.environ["COLLECTIVES_MEMBER"])
+    log = Log(folder, member)
+    log("begun", process=os.getpid())
+    fuse = Fuse(folder, member, log)
+    fuse.look()
+    with fuse.during("init"):
+        hvd.init()
+    state = State(log, fuse)
+
+    @elastic.on_event
+    def note(event: elastic.Event) -> None:
+        log(event.kind, why=event.why, seconds=event.seconds, generation=event.generation, members=event.members)
+        if event.kind == "ended":
+            fuse.look()
+            fuse.begin("forming")
+        elif event.kind == "renewed":
+            fuse.finish("forming")
+
+    @elastic.run(reset_limit=None)
+    def train(state: State) -> None:
+        job = generations.job()
+        assert job is not None
+        members = job.members
+        log("starts", generation=job.generation, members=members, rank=hvd.rank(), step=state.step, **state.content())
+        with log.errors(job.generation):
+            step, is_first = Step(state, members, member, log, fuse), True
+            while True:
+                fuse.look()
+                fuse.trigger()
+                step.run()
+                if is_first:
+                    log("first step", generation=job.generation)
+                    is_first = False
+                if state.step % COMMIT_EVERY == 0:
+                    with fuse.during("commit"):
+                        state.commit()
+                    if hvd.allreduce(np.array([(folder / STOP).exists()]), op=hvd.Max)[0]:
+                        return
+
+    train(state)
+    log("done", step=state.step, **state.content())
+
+
+if __name__ == "__main__":
+    main()

@@ -207,7 +207,8 @@ class Driver:
                 self._event(
                     "died", f"member {member.number} on {host} {how} after it had finished", **facts_of(member, code)
                 )
-                self._fail(member, code)
+                if code <= 128:
+                    self._fail(member, code)  # by itself; a killed one has lost nothing that it was asked for
         elif code == 0 and not self._recovers:
             self._closed = True  # a process that needs no others, as in jobs that are not elastic
         else:

@@ -317,13 +317,15 @@ def test_the_job_is_done_when_all_have_finished() -> None:
     assert job.driver.end is not None and job.driver.end.code == 0
 
 
-def test_a_failure_after_the_end_of_the_training_is_the_jobs() -> None:
+@pytest.mark.parametrize(("code", "failed"), [(5, [1]), (137, [])])
+def test_a_failure_after_the_end_of_the_training_is_the_jobs(code: int, failed: list[int]) -> None:
+    """But not that a process is killed, which elastic jobs survive."""
     job = Play("a:2", smallest=1, largest=2)
     job.run()
     job.say("finished", 0, 1)
     job.exit(0, 0)
-    job.exit(5, 1)
-    assert job.driver.end is not None and job.driver.end.code == 5 and job.driver.failed == [1]
+    job.exit(code, 1)
+    assert job.driver.end is not None and job.driver.end.code == (5 if failed else 0) and job.driver.failed == failed
 
 
 def test_who_leaves_has_not_succeeded() -> None:

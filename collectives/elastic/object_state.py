@@ -13,7 +13,7 @@ from collectives.base.errors import InvalidTypeError
 from collectives.elastic.shadow import Part, Shadow
 from collectives.elastic.state import State
 from collectives.elastic.transfer import Record, synchronize
-from collectives.worlds import runtime
+from collectives.worlds import generations, runtime
 
 
 class Attributes(Part):
@@ -165,5 +165,7 @@ class ObjectState(State):
             MismatchError: a name, shape or dtype differs between ranks; it is named, and nothing was changed.
             RecoverableError: another rank has failed, or was refused for such a difference.
         """
-        self._version = synchronize(runtime.world(), self._shadow, Record(self._synced, self._version))
+        job = generations.job()
+        own = Record(self._synced, self._version, job is not None and job.came_late)
+        self._version = synchronize(runtime.world(), self._shadow, own)
         self._synced = True

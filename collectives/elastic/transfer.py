@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from collectives.base.errors import MismatchError, RankFailedError
+from collectives.base.errors import MismatchError, OperationError, RankFailedError
 from collectives.elastic.shadow import Bytes, Shadow
 from collectives.engine.handles import Handle
 from collectives.frontends.agreement import agree
@@ -33,10 +33,12 @@ class Record(NamedTuple):
     Attributes:
         synced: whether it has been synchronized before.
         version: of its state; counts commits and synchronizations.
+        came_late: whether it has come when others were training.
     """
 
     synced: bool
     version: int
+    came_late: bool = False
 
 
 def synchronize(world: World, shadow: Shadow, own: Record) -> int:
@@ -48,6 +50,7 @@ def synchronize(world: World, shadow: Shadow, own: Record) -> int:
         The version of the synchronized state, which is higher than any before.
 
     Raises:
+        OperationError: nobody has the state that there was.
         MismatchError: states differ in names, shapes or dtypes; nothing was changed.
         RankFailedError: the same, on ranks with a state, where it is for a newcomer, which raises the MismatchError.
         RecoverableError: a rank has failed. Current copies are whole: either what they were, or synchronized.
@@ -57,8 +60,14 @@ def synchronize(world: World, shadow: Shadow, own: Record) -> int:
             f"{name}: {what}": text for name, part in shadow.parts.items() for what, text in part.described().items()
         }
     records = world.allgather_object(own, name=LABEL)
-    newest = max(records)
-    holders = [rank for rank, record in enumerate(records) if record == newest] if newest.synced else [0]
+    newest = max(record[:2] for record in records)
+    synced, version = newest
+    if not synced and all(record.came_late for record in records):
+        raise OperationError(
+            f"rank {world.rank}: all ranks that had the state have ended before they could hand it over; start the job "
+            "again, from a checkpoint if there is one"
+        )
+    holders = [rank for rank, record in enumerate(records) if record[:2] == newest] if synced else [0]
     receivers = [rank for rank in range(world.size) if rank not in holders]
     try:
         agree(world, f"{LABEL}: manifest", described)
@@ -78,7 +87,7 @@ def synchronize(world: World, shadow: Shadow, own: Record) -> int:
         shadow.restore()
     for part in shadow.parts.values():
         part.synced()
-    return newest.version + 1
+    return version + 1
 
 
 def _transfer(world: World, shadow: Shadow, holders: Sequence[int], receivers: Sequence[int]) -> None:

@@ -102,8 +102,11 @@ class Driver:
         member = self.members.get(number)
         if member is None or member.state is State.GONE or question <= member.question:
             return []
-        member.question, member.since = question, now
         what = thing.get("what")
+        if what == "alive":
+            member.lives_after = int(thing.get("generation", 0))
+            return []
+        member.question, member.since = question, now
         if self.end is not None:
             if what in ("here", "ready", "ended"):
                 text = self.end.text or "the job has ended"
@@ -114,7 +117,7 @@ class Driver:
             self._recovers = True
         elif what == "ended" and member.number in self.ranks:
             member.state, member.alone = State.WAITING, bool(thing.get("alone"))
-            self._end_generation(f"member {number}: {thing.get('why') or 'it has ended here'}", now)
+            self._end_generation(f"member {number}: {thing.get('why') or 'it has ended here'}", now, died=False)
             if self._ends_by is None:
                 self._ends_by = now + self.rules.grace
         elif what in ("ready", "ended"):
@@ -288,10 +291,10 @@ class Driver:
 
     # Generations
 
-    def _end_generation(self, why: str, now: float) -> None:
+    def _end_generation(self, why: str, now: float, *, died: bool = True) -> None:
         if not self._ended:
             self._ended, self._why = True, why
-            self._actions.append(Set(f"elastic/g{self.generation}/over", why))
+            self._give_notice(over=why, died=died)
             self._waiting_since = self._said_waiting = now
             self._event("ended", f"generation {self.generation} has ended: {why}", generation=self.generation, why=why)
 
@@ -301,9 +304,11 @@ class Driver:
             return
         missing = self._missing()
         if missing and self._ends_by is not None and now >= self._ends_by:
+            too_late = now >= self._waiting_since + self.rules.elastic_timeout
             for member in missing:
-                self._kill(member, f"was declared dead: it has not ended generation {self.generation} in time", now)
-            missing = []
+                if too_late or member.lives_after < self.generation:
+                    self._kill(member, f"was declared dead: it has not ended generation {self.generation} in time", now)
+            missing = self._missing()
         if self.generation == 0:
             here = [member for member in self.members.values() if member.state is State.HERE]
             if missing or len(here) < self.rules.smallest:
@@ -312,6 +317,8 @@ class Driver:
                 self._publish(here, now)
             return
         if missing:
+            if self._ends_by is not None and now >= self._ends_by:
+                self._wait(missing, 0, now)
             return
         killed = [rank for rank in self.ranks if rank in self.members and self._state(rank) is State.GONE]
         if killed and self._ends_by is not None and now < self._ends_by + _KILLED_WITHIN:
@@ -352,8 +359,9 @@ class Driver:
         if not self._next:
             lacking = f"hosts that take {ranks_in_words(self.rules.smallest)}"
         elif missing:
-            lacking = f"{numbered(missing)} to call init()"
-            bound = max(bound, FIRST_WITHIN)
+            doing = f"leave generation {self.generation}, which compute" if self.generation else "call init()"
+            lacking = f"{numbered(missing)} to {doing}"
+            bound = bound if self.generation else max(bound, FIRST_WITHIN)
         else:
             lacking = f"{ranks_in_words(self.rules.smallest - size)} more"
             new = [member for member in self.members.values() if member.state in (State.STARTED, State.ALONE)]
@@ -419,12 +427,15 @@ class Driver:
         if fits and (not on_the_way or now >= min(member.since for member in ready) + self.rules.grace):
             reasons.add("added")
         if reasons - self._noticed:
-            self._notices += 1
             flags = {word: word in reasons - self._noticed for word in ("added", "removed")}
             self._noticed |= reasons
-            self._actions.append(Set(f"elastic/notice/{self._notices}", {"generation": self.generation, **flags}))
+            self._give_notice(**flags)
             words = " and ".join(word for word, state in flags.items() if state)
             self._event("notice", f"hosts were {words}: generation {self.generation} ends at the next commit", **flags)
+
+    def _give_notice(self, **content: Any) -> None:
+        self._notices += 1
+        self._actions.append(Set(f"elastic/notice/{self._notices}", {"generation": self.generation, **content}))
 
     # The end
 

@@ -113,6 +113,7 @@ class Member:
         question: the number of what it has said last; if it waits, that is answered.
         born: the generation in which it was admitted; 0: none yet.
         alone: whether it wants the next generation to have no newcomers.
+        lives_after: the newest generation of whose end it has been told; it lives, and may compute.
         since: when it got into its state.
     """
 
@@ -124,6 +125,7 @@ class Member:
     question: int = 0
     born: int = 0
     alone: bool = False
+    lives_after: int = 0
 
     @property
     def place(self) -> tuple[str, int]:

@@ -5,7 +5,11 @@ The launcher decides which processes make a *generation*: a world of its own, wi
 the launcher's store, and wait there for its answer:
 
     here, ready, ended    -> which generation the member is in; that it is alone for now; that it is to stop
-    runs, failed, finished   are not answered
+    runs, alive, failed, finished    are not answered
+
+Each member has a thread that waits for the driver's *notices*: that a generation has ended, which it fails here at once
+if a member has died, and answers by ``alive``, so that the driver waits for a rank that computes; or that the
+generation shall end at its next commit.
 
 A generation's ranks meet at the same store, under keys that no other generation uses.
 """
@@ -58,7 +62,11 @@ class Job:
         generation: the number of the present one, or of the one that ended last; 0: there was none.
         members: its members, by rank. ``born``: the generation in which each of them was admitted.
         notices: how many of the driver's notices have come.
+        came_late: whether this member has come when a generation ran.
+        on_death: called in another thread when a member of a generation has died, with the generation and a sentence.
     """
+
+    on_death: Callable[[int, str], object] = staticmethod(lambda generation, why: None)
 
     def __init__(self, member: int, host: str, port: int, key: bytes, timeout: float) -> None:
         from collectives.transport.stores.store import Store  # with asyncio, which not all programs need
@@ -68,7 +76,10 @@ class Job:
         self.members: tuple[int, ...] = ()
         self.born: tuple[int, ...] = ()
         self.notices = 0
+        self.came_late = False
         self._news: dict[int, int] = {}
+        self._over = (0, "")
+        """The generation that has ended last, as far as notices say, and why."""
         self._key, self._timeout = key, timeout
         service = Service()
         self._store = Store(host, port, key, _PIECE, service)
@@ -81,8 +92,10 @@ class Job:
 
     def join(self, config: Config) -> World | None:
         """The world of a generation; None while one runs without this member, which is then to get `ready`."""
+        self._watch()
         answer = self._ask("here")
-        return None if answer.get("alone") else self._world(answer, config)
+        self.came_late = bool(answer.get("alone"))
+        return None if self.came_late else self._world(answer, config)
 
     def ready(self, config: Config) -> World:
         """Wait until this member is admitted, and return the world."""
@@ -105,7 +118,7 @@ class Job:
                 raise RankFailedError(f"member {self.member}: the job cannot go on: {answer['give_up']}")
             self.generation = int(answer["generation"])
             self.members, self.born = tuple(answer["members"]), tuple(answer["born"])
-            store = _StoreOfGeneration(self._make_store(), self.generation)
+            store = _StoreOfGeneration(self._make_store(), self)
             how = f"generation {self.generation} of the elastic job"
             try:
                 rank = self.members.index(self.member)
@@ -117,12 +130,12 @@ class Job:
 
     # ---- words
 
-    def say(self, what: str, why: str = "", **more: Any) -> int:
-        """Say what needs no answer; returns how much has been said."""
+    def say(self, what: str, why: str = "", *, store: Any = None, **more: Any) -> int:
+        """Say what needs no answer; returns how much has been said. ``store``: a client of the thread's own."""
         with self._lock:
             self._said += 1
             text = {"what": what, "generation": self.generation, "why": why, **more}
-            self._store.set(f"elastic/said/{self.member}/{self._said}", json.dumps(text).encode())
+            (store or self._store).set(f"elastic/said/{self.member}/{self._said}", json.dumps(text).encode())
             return self._said
 
     def _ask(self, what: str, why: str = "", bounded: bool = True, **more: Any) -> dict[str, Any]:
@@ -140,8 +153,13 @@ class Job:
                         "--elastic-timeout"
                     ) from None
 
-    def watch(self) -> None:
-        """Begin to listen for notices, and go on as long as the launcher lives."""
+    def look_at(self, generation: int) -> None:
+        """Raise RankFailedError if a notice has said that this generation is over."""
+        over, why = self._over
+        if over == generation:
+            raise RankFailedError(f"member {self.member}: generation {generation} has ended: {why}")
+
+    def _watch(self) -> None:
         if not self._watching:
             self._watching = True
             threading.Thread(target=self._listen, name="collectives-notices", daemon=True).start()
@@ -155,9 +173,17 @@ class Job:
                 continue
             except CollectivesError:
                 return  # the launcher has ended; whoever watches this process ends it
-            said = ADDED * bool(notice["added"]) | REMOVED * bool(notice["removed"])
-            self._news = {notice["generation"]: self._news.get(notice["generation"], 0) | said}
             self.notices += 1
+            generation = notice["generation"]
+            if "over" in notice:
+                self._over = generation, notice["over"]
+                with suppress(CollectivesError):
+                    self.say("alive", store=store)
+                if notice["died"]:
+                    self.on_death(generation, notice["over"])
+                continue
+            said = ADDED * bool(notice["added"]) | REMOVED * bool(notice["removed"])
+            self._news = {generation: self._news.get(generation, 0) | said}
 
     @property
     def news(self) -> int:
@@ -169,8 +195,9 @@ class _StoreOfGeneration:
     """The part of the launcher's store in which the members of a generation meet. RankFailedError, from reads: the
     driver has seen that one of them has ended."""
 
-    def __init__(self, store: Any, generation: int) -> None:
-        self._store, self._prefix = store, f"elastic/g{generation}/"
+    def __init__(self, store: Any, job: Job) -> None:
+        self._store, self._job, self._generation = store, job, job.generation
+        self._prefix = f"elastic/g{job.generation}/"
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(self._prefix + key, value)
@@ -180,10 +207,7 @@ class _StoreOfGeneration:
         return value
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        over = f"{self._prefix}over"
-        with suppress(CollectiveTimeoutError):
-            self._store.wait([over], timedelta(0))
-            raise RankFailedError(json.loads(self._store.get(over)))
+        self._job.look_at(self._generation)
         self._store.wait([self._prefix + key for key in keys], timeout)
 
     def close(self) -> None:

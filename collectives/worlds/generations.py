@@ -20,6 +20,7 @@ from collectives.worlds.elastic_jobs import Job
 from collectives.worlds.runtime import default
 from collectives.worlds.world import World
 
+_NOTICED_WITHIN = 0.3
 _Sets = Sequence[tuple[int, Sequence[int]]]
 """Process sets, by number and members."""
 
@@ -42,7 +43,7 @@ def enter() -> bool:
     job = default.job
     if job is None:
         return False
-    job.watch()
+    job.on_death = _fail
     if job.generation:
         job.say("runs")
         return False
@@ -103,6 +104,15 @@ def finished() -> None:
     """Tell the driver that the training is done."""
     if default.job is not None:
         default.job.say("finished")
+
+
+def _fail(generation: int, why: str) -> None:
+    """Fail the default world, of whose generation a member has died, unless the ranks notice soon: this one may wait
+    for one that is stopped."""
+    job, world = default.job, default.world
+    time.sleep(_NOTICED_WITHIN)  # the error of who notices names the rank that has died
+    if job is not None and job.generation == generation and world is not None and world is default.world:
+        world.fail(why)
 
 
 def _end(why: str, failed: bool) -> None:

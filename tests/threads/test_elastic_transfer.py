@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.base.errors import MismatchError, RankFailedError
+from collectives.base.errors import MismatchError, OperationError, RankFailedError
 from collectives.elastic.object_state import Attributes
 from collectives.elastic.shadow import Shadow
 from collectives.elastic.transfer import Record, synchronize
@@ -85,6 +85,14 @@ def test_rank_0_gives_its_state_to_all_that_are_fresh() -> None:
     wanted = Owner(0).seen()
     for seen, version, sent, roots in synchronized([Record(False, rank) for rank in range(3)]):
         assert (seen, version, sent, roots) == (wanted, 1 + 2, [], [0])
+
+
+def test_where_nobody_is_left_who_had_the_state_it_is_not_begun_anew() -> None:
+    newcomers = [Record(False, 0, came_late=True)] * 2
+    with pytest.raises(OperationError, match="all ranks that had the state have ended"):
+        synchronized(newcomers)
+    for _, version, _, roots in synchronized([Record(False, 0), *newcomers]):
+        assert (version, roots) == (1, [0])
 
 
 def test_all_who_hold_the_newest_version_send_a_part_of_it() -> None:

@@ -29,7 +29,8 @@ class Play:
         alive: the processes, each with the number of what it has said last.
         answers: the last answer to each member, until it is taken.
         generations: the ranks of each generation.
-        notices, events, killed: of the driver so far. ``over``: the generations whose members were told.
+        notices, events, killed: of the driver so far. ``over``: the generations whose
+            members were told of their ends, and whether by a death.
     """
 
     def __init__(self, hosts: str, **rules: Any) -> None:
@@ -42,7 +43,7 @@ class Play:
         self.notices: list[tuple[bool, bool]] = []
         self.events: list[Event] = []
         self.killed: list[int] = []
-        self.over: list[int] = []
+        self.over: list[tuple[int, bool]] = []
         self.hosts(hosts)
 
     def do(self, actions: Iterable[Action]) -> None:
@@ -63,11 +64,10 @@ class Play:
         words = action.key.split("/")
         if words[1] == "notice":
             assert action.value["generation"] == len(self.generations)
-            self.notices.append((action.value["added"], action.value["removed"]))
-            return
-        if words[2] == "over":
-            assert words[1] == f"g{len(self.generations)}" and action.value
-            self.over.append(len(self.generations))
+            if "over" in action.value:
+                self.over.append((len(self.generations), action.value["died"]))
+            else:
+                self.notices.append((action.value["added"], action.value["removed"]))
             return
         member = int(words[2])
         assert words[1] == "answer" and self.alive[member] == int(words[3]), "an answer to what was not asked"
@@ -261,7 +261,7 @@ def test_newcomers_wait_while_the_others_combine_their_gradients_again() -> None
     play.exit(137, 1)
     play.join(3)
     play.say("ended", 0, 2, alone=True)
-    assert play.generations == [[0, 1, 2], [0, 2]] and play.over == [1]
+    assert play.generations == [[0, 1, 2], [0, 2]] and play.over == [(1, True)]
     play.exit(137, 0)
     play.say("ended", 2, alone=True)
     assert play.generations[2:] == [[2, 3]], "too few are left without it"
@@ -275,6 +275,32 @@ def test_a_busy_member_is_waited_for_as_long_as_nobody_else_waits() -> None:
     assert job.killed == []
     job.say("ended", 1)
     assert job.ranks == [1]
+
+
+def test_a_member_that_computes_is_waited_for_though_others_have_ended_the_generation() -> None:
+    play = Play("a:3", elastic_timeout=100)
+    play.run()
+    play.say("ended", 0, 1)
+    assert play.over == [(1, False)]
+    for member in (0, 1, 2):
+        play.do(play.driver.said(member, play.alive[member] + 1, {"what": "alive", "generation": 1}, play.now))
+    play.wait(50)
+    assert not play.killed and play.generations == [[0, 1, 2]]
+    assert any("member 2 to leave generation 1" in event.text for event in play.events if event.kind == "waiting")
+    play.say("ended", 2)
+    assert play.generations == [[0, 1, 2], [0, 1, 2]]
+    play.say("ended", 0, 1)
+    play.wait(50)
+    assert play.killed == [2], "it was alive a generation ago"
+
+
+def test_but_not_for_ever() -> None:
+    play = Play("a:3", elastic_timeout=100)
+    play.run()
+    play.say("ended", 0, 1)
+    play.do(play.driver.said(2, 3, {"what": "alive", "generation": 1}, play.now))
+    play.wait(100)
+    assert play.killed == [2] and play.generations == [[0, 1, 2], [0, 1]]
 
 
 def test_a_failed_forming_is_followed_by_the_next() -> None:

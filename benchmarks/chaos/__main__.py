@@ -78,8 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _tell(result, outcome, chosen.output)
 
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        for done in [pool.submit(one, plan) for plan in plans]:
-            done.result()
+        try:
+            for done in [pool.submit(one, plan) for plan in plans]:
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     result.seconds = time.monotonic() - begun
     print(table(result))
     if chosen.output:

@@ -185,6 +185,7 @@ class Job:
             victim = _NEWCOMER
         self.arm(number, death, victim, first)
         record = self.until(lambda: self._dying(number), f"{death} strikes")
+        (self.folder / ARMED).unlink()
         strike.victim, strike.time, strike.generation = record["member"], record["time"], record["generation"]
         if death.row in STOPS:
             self._wake(strike)

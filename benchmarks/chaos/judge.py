@@ -155,11 +155,14 @@ def _named(outcome: Outcome, strike: Strike) -> list[str]:
     members = _members(outcome, strike.generation)
     if strike.victim not in members:
         return []
-    victim = rf"\brank {members.index(strike.victim)}\b|\bmember {strike.victim}\b"
-    if strike.death.row in HOST_ENDS:  # any rank of the host is right
+    lost = {strike.victim}
+    if strike.death.row in HOST_ENDS:
         hosts = _hosts(outcome, strike.generation)
-        lost = [member for member in members if hosts[member] == hosts[strike.victim]]
-        victim = "|".join(rf"\brank {members.index(member)}\b|\bmember {member}\b" for member in lost)
+        lost = {member for member in members if hosts[member] == hosts[strike.victim]}
+    for member in members:  # who has died first may still be what others learn of
+        dies = [record for record in outcome.records.get(member, []) if record["what"] == "dies"]
+        lost |= {member for record in dies if record["generation"] == strike.generation}
+    victim = "|".join(rf"\brank {members.index(member)}\b|\bmember {member}\b" for member in lost)
     return [
         f"{strike.death} of member {strike.victim}, rank {members.index(strike.victim)} of generation "
         f"{strike.generation}: member {member} says {record['text']!r}"

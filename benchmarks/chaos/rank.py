@@ -34,8 +34,9 @@ Array = np.ndarray[Any, Any]
 _PATTERNS = {part: 1.0 + np.arange(count) % 5 for part, count in SIZES.items()}
 
 
-class Failure(Exception):
-    """How a rank fails that is to die of an exception."""
+class Failure(BaseException):
+    """How a rank fails that is to die of an exception, which comes from a signal handler: at any point, and no error in
+    the arguments of a call that is on its way."""
 
 
 class Log:
@@ -62,7 +63,8 @@ class Fuse:
     """Has this rank die in the phase that the file "armed" names, at a moment of it that the file names, too.
 
     The file has the fields of a `benchmarks.chaos.deaths.Death`, and: ``number``; ``victim``, the number of the member
-    to die, or -1 for any newcomer, or -2 for every rank; ``first``: the member whose death leads to the phase, or -1.
+    to die, or -1 for the first newcomer, or -2 for every rank; ``first``: the member whose death leads to the phase, or
+    -1.
     """
 
     def __init__(self, folder: Path, member: int, log: Log) -> None:
@@ -189,8 +191,9 @@ class State(elastic.ObjectState):
         """Whether there are newcomers to be sent the state."""
         job = generations.job()
         assert job is not None
-        self._fuse.is_newcomer = job.generation > 1 and job.born[hvd.rank()] == job.generation
-        return job.generation > 1 and job.generation in job.born
+        newcomers = [member for member, born in zip(job.members, job.born, strict=True) if born == job.generation > 1]
+        self._fuse.is_newcomer = newcomers[:1] == [job.member]
+        return bool(newcomers)
 
 
 class Step:

@@ -87,7 +87,7 @@ def draw(number: int, seed: int, count: int, only: Sequence[tuple[str, str]], *,
         for row in ROWS
         for column in COLUMNS
         if (not only or {(row, column), (row, ""), ("", column)} & {*only})
-        and not (column == "init" and row in ("long stop", "late stop"))  # nobody waits for a newcomer
+        and not (row == "late stop" and (column == "init" or hosts))  # nobody waits for a newcomer, or so briefly
     ]
     # Every few jobs end otherwise than by being done; where only such ends are wanted, all do.
     end = random.choice(ends) if ends and (not cells or number % 4 == 3 or (hosts and number % 2)) else ""

@@ -22,10 +22,12 @@ from benchmarks.chaos.hosts import Hosts
 from benchmarks.chaos.rank import ARMED, STOP
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PEER_TIMEOUT = 3.0
-"""Seconds; also the grace that the driver gives members that have not ended a generation."""
-_TIMEOUT = 6.0
-"""Seconds after which a rank of the same host counts as missing that is stopped."""
+PEER_TIMEOUT = 4.0
+"""Seconds after which agents kill a rank that is stopped; also the grace that the driver gives members that have not
+ended a generation."""
+_TIMEOUT = 1.5
+"""Seconds, and another one, after which ranks give up waiting for one that is stopped; not so where hosts are lost,
+whose silence is to be noticed."""
 PATIENCE = 45.0
 """Seconds for one death with everything that follows; a job that needs longer hangs."""
 _END_WITHIN = 20.0
@@ -189,8 +191,13 @@ class Job:
         strike.victim, strike.time, strike.generation = record["member"], record["time"], record["generation"]
         if death.row in STOPS:
             self._wake(strike)
-        if death.row in STOPS and death.row != "long stop":
-            self.until(lambda: self.settled(since=self._woken(strike)), f"the ranks go on after {death}")
+        if death.row in STOPS:
+            self.until(
+                lambda: self._gone(strike.victim) or self.find(strike.victim, "woken"), "the victim wakes or dies"
+            )
+        woken = self.find(strike.victim, "woken")
+        if woken and not self._gone(strike.victim):
+            self.until(lambda: self.settled(since=woken["time"]), f"the ranks go on after {death}")
             if death.row == "stop" and self._gone(strike.victim):
                 self.outcome.problems.append(f"member {strike.victim} was stopped for {death.seconds:.2f} s, and died")
         else:
@@ -206,10 +213,6 @@ class Job:
 
     def _gone(self, member: int) -> bool:
         return any(event["member"] == member for kind in ("died", "left") for event in self.events(kind))
-
-    def _woken(self, strike: Strike) -> float:
-        record = self.find(strike.victim, "woken")
-        return float(record["time"]) if record else float("inf")
 
     def _wake(self, strike: Strike) -> None:
         """Wait as long as the victim is to be stopped, and wake it."""
@@ -339,7 +342,7 @@ class Job:
         variables = {
             _MARK: self.mark,
             "COLLECTIVES_PEER_TIMEOUT": f"{PEER_TIMEOUT:g}",
-            "COLLECTIVES_TIMEOUT": f"{_TIMEOUT:g}",
+            "COLLECTIVES_TIMEOUT": "60" if self._hosts else f"{_TIMEOUT:g}",
             "PYTHONFAULTHANDLER": "1",
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from collectives.base.errors import first_line
 from collectives.worlds import generations
 
 _listeners: list[Callable[[Event], object]] = []
@@ -35,7 +37,7 @@ class Event(NamedTuple):
 
 
 def on_event(listener: Callable[[Event], object]) -> Callable[[Event], object]:
-    """Have a function called with every `Event`, in the thread of the training function; usable as a decorator.
+    """Have a function called with every `Event`, in the thread that meets with it; usable as a decorator.
 
     Example:
         collectives.elastic.on_event(print)
@@ -51,3 +53,13 @@ def tell(kind: str, why: str = "", seconds: float = 0.0) -> None:
         event = Event(kind, why, seconds, *((job.generation, job.members) if job is not None else ()))
         for listener in _listeners:
             listener(event)
+
+
+def renew(cause: Exception | str, record: Any = None) -> list[Any]:
+    """End the generation for the next one, as `generations.renew` does, and tell of both."""
+    why = first_line(cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}")
+    tell("ended", why)
+    start = time.monotonic()
+    records = generations.renew(cause, record)
+    tell("renewed", why, time.monotonic() - start)
+    return records

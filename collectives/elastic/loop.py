@@ -11,7 +11,6 @@ on_reset    the program's callbacks, on all ranks; then back to sync
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
@@ -23,11 +22,10 @@ from collectives.base.errors import (
     RankFailedError,
     RecoverableError,
     TransportError,
-    first_line,
 )
 from collectives.base.reduce_op import Op
 from collectives.elastic import retry
-from collectives.elastic.events import tell
+from collectives.elastic.events import renew, tell
 from collectives.elastic.state import HostsUpdatedInterrupt, State
 from collectives.worlds import generations, runtime
 
@@ -112,7 +110,7 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                 cause = error if isinstance(error, RecoverableError) else runtime.world().failure or error
                 failed = True
             if not steps.renewed:
-                _renew(cause)
+                renew(cause)
             changed = True
 
     return train
@@ -149,14 +147,6 @@ class _Failures:
         if self._limit is not None and self._count > self._limit:
             tell("gave up", f"{self._limit} resets without a commit in between")
             raise self._first
-
-
-def _renew(cause: Exception | str) -> None:
-    why = first_line(cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}")
-    tell("ended", why)
-    start = time.monotonic()
-    generations.renew(cause)
-    tell("renewed", why, time.monotonic() - start)
 
 
 def _anywhere(failed: bool) -> bool:

@@ -23,7 +23,8 @@ import numpy as np
 
 from collectives.base.errors import RecoverableError
 from collectives.base.reduce_op import Op
-from collectives.worlds import generations, runtime
+from collectives.elastic.events import renew
+from collectives.worlds import runtime
 from collectives.worlds.world import World
 
 Result = TypeVar("Result")
@@ -85,7 +86,7 @@ class Steps:
         with self._lock:
             if runtime.default.world is not ended:
                 return
-            records = generations.renew(error, dict(self._left))
+            records = renew(error, dict(self._left))
             if None in records:
                 self.renewed = True
                 raise error

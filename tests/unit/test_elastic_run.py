@@ -39,11 +39,12 @@ class Played:
         self.calls.append("enter")
         return self.newcomer
 
-    def renew(self, why: BaseException | str) -> None:
+    def renew(self, why: BaseException | str, record: Any = None) -> list[Any]:
         self.calls.append(f"renew after {why if isinstance(why, str) else type(why).__name__}")
         self.notice = (self.notice[0], 0)  # what was said is over with its generation
         collectives.shutdown()
         collectives.init()
+        return [record]
 
     def notices(self) -> tuple[int, int]:
         return self.notice
@@ -184,6 +185,22 @@ def test_where_a_retry_has_renewed_the_world_that_world_is_used(job: Played) -> 
     assert job.calls.count("renew after RankFailedError") == 2
 
 
+def test_events_are_told_of_what_a_retry_renews(job: Played) -> None:
+    events: list[str] = []
+    elastic.on_event(lambda event: events.append(event.kind))
+    fail = failing(RankFailedError("gone"))
+
+    @elastic.run(recover="retry")
+    def train(state: Any) -> None:
+        steps = retry.steps()
+        assert steps is not None
+        steps.reduce("step", fail)
+
+    train(ObjectState())
+    _listeners.pop()
+    assert events == ["ended", "renewed"]
+
+
 def test_an_unknown_way_to_recover_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="got 'hope'"):
         elastic.run(recover="hope")
@@ -261,9 +278,9 @@ def test_what_a_rank_writes_that_wakes_late_is_undone(job: Played, monkeypatch: 
     state: Any = ObjectState(weights=np.zeros(4))
     renew, fail = job.renew, failing(RankFailedError("rank 1 is silent"))
 
-    def write_late(why: BaseException | str) -> None:
+    def write_late(why: BaseException | str, record: Any) -> list[Any]:
         state.weights[:] = 7
-        renew(why)
+        return renew(why, record)
 
     monkeypatch.setattr(generations, "renew", write_late)
 

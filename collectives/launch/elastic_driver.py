@@ -126,7 +126,10 @@ class Driver:
             self._event("ready", f"member {number} on {member.host} is ready", member=number, host=member.host)
         elif what == "failed" and self._recovers and member.state is State.IN:
             member.state = State.FAILED
+            self._fail(member, 1)
             self._end_generation(f"member {number} on {member.host} failed: {thing.get('why')}", now)
+            if self.rules.blacklist_host:
+                self._blacklist(member.host, f"member {number} has failed there", now)
         elif what == "finished":
             member.state = State.FINISHED
             if not self._finishing:
@@ -222,7 +225,8 @@ class Driver:
             elif code == 0:
                 self._left.add(member.place)
             elif self.rules.blacklist_host:
-                self._blacklist(host, f"member {member.number} has failed there", now)
+                if member.state is not State.FAILED:
+                    self._blacklist(host, f"member {member.number} has failed there", now)
             elif newcomer and self.hosts.died_early(host):
                 self._blacklist(host, "several members in a row have died there before they were ready", now)
 
@@ -237,7 +241,8 @@ class Driver:
             self._end_generation(text, now)
 
     def _fail(self, member: Member, code: int) -> None:
-        self.failed.append(member.number)
+        if member.number not in self.failed:
+            self.failed.append(member.number)
         self._codes[member.number] = code
 
     def _kill(self, member: Member, why: str, now: float) -> None:
@@ -250,7 +255,7 @@ class Driver:
         time = "" if seconds == math.inf else f" for {seconds:.1f} s"
         self._event("blacklisted", f"host {host} is blacklisted{time}: {why}", host=host, why=why)
         for member in list(self.members.values()):
-            if member.host == host and member.state not in (State.FINISHED, State.GONE):
+            if member.host == host and member.state not in _ENDS:
                 self._kill(member, "was ended: its host is blacklisted", now)
 
     def _clear_places(self, now: float) -> None:

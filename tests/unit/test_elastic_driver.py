@@ -383,6 +383,28 @@ def test_a_member_that_fails_is_not_waited_for() -> None:
     assert job.killed == [0], "it does not end by itself"
 
 
+def test_a_member_that_fails_blacklists_its_host_before_it_has_ended() -> None:
+    """So that no generation forms with members that are about to be ended."""
+    job = Play("a:2 b:2", smallest=2, largest=4, blacklist_host=True, cooldown=(1.0, 100.0))
+    job.run()
+    job.say("failed", 0, why="ValueError: no good")
+    assert job.killed == [1]
+    job.say("ended", 2, 3)
+    job.exit(137, 1)
+    job.exit(1, 0)
+    assert job.generations == [[0, 1, 2, 3], [2, 3]]
+    assert [event.fields["host"] for event in job.events if event.kind == "blacklisted"] == ["a"]
+
+
+def test_the_failure_counts_and_not_the_ends_of_the_others_on_its_host() -> None:
+    job = Play("a:2", smallest=2, largest=2, blacklist_host=True)
+    job.run()
+    job.say("failed", 0, why="ValueError: no good")
+    job.exit(137, 1)
+    job.exit(3, 0)
+    assert job.driver.end is not None and job.driver.end.code == 3 and job.driver.failed[0] == 0
+
+
 @pytest.mark.parametrize(("limit", "good"), [(1, False), (2, True)])
 def test_reset_limit(limit: int, good: bool) -> None:
     job = Play("a:4", smallest=1, largest=4, reset_limit=limit)

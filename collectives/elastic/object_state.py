@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from collectives.base.errors import InvalidTypeError
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.elastic.shadow import Part, Shadow
 from collectives.elastic.state import State
-from collectives.elastic.transfer import Record, synchronize
+from collectives.elastic.state_file import StateFile
+from collectives.elastic.transfer import LABEL, Record, synchronize
 from collectives.worlds import generations, runtime
 
 
@@ -136,6 +138,7 @@ class ObjectState(State):
         for name, value in kwargs.items():
             setattr(self, name, value)
         self._synced = False
+        self._file: StateFile | None = None
         self._shadow = Shadow({**self._parts(), "state": self._attributes(list(kwargs))})
         ObjectState.save(self)
 
@@ -165,7 +168,44 @@ class ObjectState(State):
             MismatchError: a name, shape or dtype differs between ranks; it is named, and nothing was changed.
             RecoverableError: another rank has failed, or was refused for such a difference.
         """
-        job = generations.job()
-        own = Record(self._synced, self._version, job is not None and job.came_late)
-        self._version = synchronize(runtime.world(), self._shadow, own)
+        world, job, loaded = runtime.world(), generations.job(), False
+        if self._file is not None and not self._synced:
+            with world.refusing(f"{LABEL}.length"):
+                version = self._file.load(self._shadow)
+            self._version, loaded = max(self._version, version), version > 0
+        own = Record(self._synced, self._version, loaded, job is not None and job.came_late)
+        self._version = synchronize(world, self._shadow, own)
         self._synced = True
+
+    def save_to(self, path: str | os.PathLike[str], every: int = 1) -> None:
+        """Also write what `commit` saves to a file, and begin from there in a new job: for launchers that start all
+        processes again after a failure, as torchrun does. All ranks call it, before `sync`.
+
+        At a commit the first rank of each host writes the file, which is replaced as a whole, so that the death of a
+        process or of the host leaves a commit: the last one, or the one before it if the ranks die in the middle of it.
+        A process that has not been synchronized reads it in `sync`. Where no rank has been, the ranks with the newest
+        file give its state to all; where one has, which happens in elastic jobs alone, that rank's state counts. The
+        file is not removed at the end, so that each training needs a path of its own.
+
+        Args:
+            path: of the file, in a folder that exists; of this host, or shared by hosts. Only files that you trust:
+                it is unpickled.
+            every: after how many commits it is written. A file is as large as the state, and a commit waits for the
+                disk.
+
+        Raises:
+            InvalidArgumentError: ``every`` is less than 1. (`sync` raises it where the file is of another state,
+                `commit` an OSError where it cannot be written.)
+
+        Example:
+            state = collectives.elastic.ObjectState(weights=weights, epoch=0)
+            state.save_to("/checkpoints/run-17")
+            train(state)        # torchrun --max-restarts 3 train.py
+        """
+        if every < 1:
+            raise InvalidArgumentError(f"save_to: every: expected at least 1, got {every}")
+        self._file = StateFile(path, every)
+
+    def _write(self) -> None:
+        if self._file is not None and runtime.local_rank() == 0:
+            self._file.write(self._shadow, self._version)

@@ -119,6 +119,11 @@ class Shadow:
         self._current = 0
 
     @property
+    def current(self) -> dict[str, Copy]:
+        """The copies that are whole, by part."""
+        return self._copies[self._current]
+
+    @property
     def spare(self) -> dict[str, Copy]:
         """The copies that are not the current ones, by part."""
         return self._copies[1 - self._current]
@@ -134,7 +139,7 @@ class Shadow:
 
     def restore(self) -> None:
         """Write the current copies into the parts."""
-        for name, copy in self._copies[self._current].items():
+        for name, copy in self.current.items():
             self.parts[name].write(copy.views, copy.rest)
 
     def replace(self, name: str) -> None:

@@ -14,6 +14,8 @@ from collectives.base.reduce_op import Op
 from collectives.elastic import retry
 from collectives.worlds import generations, runtime
 
+_UPDATES = "elastic: host updates"
+
 
 class HostsUpdatedInterrupt(RuntimeError):
     """Raised in the training function when ranks are to be added or removed: `run` goes on with the new ones.
@@ -107,6 +109,8 @@ class State:
         self.save()
         self._commits += 1
         self._version += 1
+        with runtime.world().ahead_of(_UPDATES):
+            self._write()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -125,7 +129,7 @@ class State:
 
         def agree() -> None:
             word[:] = own
-            runtime.world().allreduce_(word, op=Op.MAX, name="elastic: host updates")
+            runtime.world().allreduce_(word, op=Op.MAX, name=_UPDATES)
 
         steps = retry.steps()
         if steps is None:
@@ -148,6 +152,9 @@ class State:
     def sync(self) -> None:
         """Make the state alike on all ranks, which all call it."""
         raise NotImplementedError
+
+    def _write(self) -> None:
+        """Write what was saved to a file, where the program has asked for one."""
 
     def reset(self) -> None:
         """Renew what depends on the ranks; called before the callbacks. Does nothing here."""

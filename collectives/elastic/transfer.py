@@ -2,7 +2,7 @@
 
     records       every rank says which version it holds, or that it is fresh: it has never been synchronized
     manifest      names, shapes and dtypes are compared, so that a mismatch is named, before any byte is moved
-    holders       the ranks with the highest version; where all are fresh, rank 0
+    holders       the ranks with the highest version; where all are fresh, those with the newest file, or rank 0
     layout        the first holder tells how the copies are laid out, and what is no tensor
     stripes       k holders send a k-th of the bytes each; a single one broadcasts
 
@@ -33,11 +33,13 @@ class Record(NamedTuple):
     Attributes:
         synced: whether it has been synchronized before.
         version: of its state; counts commits and synchronizations.
+        loaded: whether it has read the state from a file, and not been synchronized since.
         came_late: whether it has come when others were training.
     """
 
     synced: bool
     version: int
+    loaded: bool = False
     came_late: bool = False
 
 
@@ -60,14 +62,16 @@ def synchronize(world: World, shadow: Shadow, own: Record) -> int:
             f"{name}: {what}": text for name, part in shadow.parts.items() for what, text in part.described().items()
         }
     records = world.allgather_object(own, name=LABEL)
-    newest = max(record[:2] for record in records)
-    synced, version = newest
-    if not synced and all(record.came_late for record in records):
-        raise OperationError(
-            f"rank {world.rank}: all ranks that had the state have ended before they could hand it over; start the job "
-            "again, from a checkpoint if there is one"
-        )
-    holders = [rank for rank, record in enumerate(records) if record[:2] == newest] if synced else [0]
+    newest = max(record[:3] for record in records)
+    synced, version, loaded = newest
+    holders = [rank for rank, record in enumerate(records) if record[:3] == newest]
+    if not (synced or loaded):
+        holders = [0]
+        if all(record.came_late for record in records):
+            raise OperationError(
+                f"rank {world.rank}: all ranks that had the state have ended before they could hand it over; start the "
+                "job again, from a checkpoint if there is one"
+            )
     receivers = [rank for rank in range(world.size) if rank not in holders]
     try:
         agree(world, f"{LABEL}: manifest", described)

@@ -1,0 +1,90 @@
+"""A state's file: its last commit, for processes that begin anew.
+
+    line 1          JSON: what this is, and the version of the state
+    pickled         by part: the layout of its tensors, their bytes, and what is no tensor
+    the rest        the tensors' bytes, part after part
+
+It is written beside its place, and renamed when all of it is on the disk: it is as a commit has left it, or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+from pathlib import Path
+
+from collectives.base.errors import InvalidArgumentError
+from collectives.elastic.shadow import Shadow
+
+_KIND = "collectives.elastic state"
+
+
+class StateFile:
+    """The file of a state, which need not exist.
+
+    Args:
+        path: of the file; its folder exists.
+        every: after how many commits it is written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: int) -> None:
+        self._path, self._every = Path(path), every
+
+    def write(self, shadow: Shadow, version: int) -> None:
+        """Write the current copies, if it is time for that."""
+        if version % self._every:
+            return
+        draft = self._path.with_name(f"{self._path.name}.{socket.gethostname()}.{os.getpid()}")
+        copies = shadow.current
+        head = {name: (copy.layout, copy.buffer.nbytes, copy.rest) for name, copy in copies.items()}
+        try:
+            with draft.open("wb") as file:
+                file.write(json.dumps({"kind": _KIND, "version": version}).encode() + b"\n")
+                pickle.dump(head, file)
+                for copy in copies.values():
+                    file.write(copy.buffer.data)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self._path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def load(self, shadow: Shadow) -> int:
+        """Read the file, if there is one, into the parts and their current copies. Returns its version; 0: there is
+        none.
+
+        Raises:
+            InvalidArgumentError: it is of another state, or no such file.
+        """
+        try:
+            with self._path.open("rb") as file:
+                about = json.loads(file.readline(1000))
+                if about["kind"] != _KIND:
+                    raise ValueError("it was written by another program")
+                head = pickle.load(file)
+                if list(head) != list(shadow.parts):
+                    raise ValueError(f"it has {', '.join(head)}, and the state has {', '.join(shadow.parts)}")
+                for name, (layout, nbytes, rest) in head.items():
+                    copy = shadow.spare[name]
+                    copy.fit(shadow.parts[name], layout)
+                    if (copy.buffer.nbytes, file.readinto(copy.buffer.data)) != (nbytes, nbytes):
+                        raise ValueError("it is too short")
+                    copy.rest = rest
+        except FileNotFoundError:
+            return 0
+        except Exception as error:
+            raise self._unfit(error) from error
+        shadow.flip()
+        try:
+            shadow.restore()
+        except Exception as error:
+            raise self._unfit(error) from error
+        return int(about["version"])
+
+    def _unfit(self, error: Exception) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"save_to: {self._path} is no file of this state ({type(error).__name__}: {error}): remove it, or give the "
+            "path of another one"
+        )

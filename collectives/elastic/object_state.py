@@ -206,6 +206,6 @@ class ObjectState(State):
             raise InvalidArgumentError(f"save_to: every: expected at least 1, got {every}")
         self._file = StateFile(path, every)
 
-    def _write(self) -> None:
+    def _write_file(self) -> None:
         if self._file is not None and runtime.local_rank() == 0:
             self._file.write(self._shadow, self._version)

@@ -110,7 +110,7 @@ class State:
         self._commits += 1
         self._version += 1
         with runtime.world().ahead_of(_UPDATES):
-            self._write()
+            self._write_file()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -153,7 +153,7 @@ class State:
         """Make the state alike on all ranks, which all call it."""
         raise NotImplementedError
 
-    def _write(self) -> None:
+    def _write_file(self) -> None:
         """Write what was saved to a file, where the program has asked for one."""
 
     def reset(self) -> None:

@@ -55,20 +55,21 @@ class Driver:
     Attributes:
         members: the living processes by number.
         generation, ranks: the number of the newest generation (0: none yet), and its members by rank.
+        unused: the number of the next new member.
         failed: members whose failures no later generation has survived, in order.
         end: how the job has ended; None: it goes on.
     """
 
-    def __init__(self, rules: Rules, now: float, random: Callable[[], float]) -> None:
+    def __init__(self, rules: Rules, now: float, random: Callable[[], float], hosts: HostTable | None = None) -> None:
         self.rules = rules
-        self.hosts = HostTable(rules.cooldown, random)
+        self.hosts = hosts or HostTable(rules.cooldown, random)
         self.members: dict[int, Member] = {}
         self.generation = 0
         self.ranks: tuple[int, ...] = ()
         self.failed: list[int] = []
         self.end: End | None = None
         self._actions: list[Action] = []
-        self._next = 0
+        self.unused = 0
         self._recovers = self._finishing = self._closed = False
         """Whether some member can recover from failures, whether one has finished, and whether no more are started."""
         self._waiting_since = now
@@ -96,6 +97,18 @@ class Driver:
             self._left = {place for place in self._left if place[0] != name}
             self._event("host_removed", f"host {name} was removed", host=name)
         return self.tick(now)
+
+    def came(self, number: int, host: str, now: float) -> None:
+        """Take note of a process that has not been started here."""
+        self.members[number] = Member(number, host, 0, now)
+        self.unused = max(self.unused, number + 1)
+
+    def resume(self, generation: int, born: Mapping[int, int]) -> None:
+        """Go on from another driver's newest generation; ``born`` by member, in the order of ranks. They `came`."""
+        self.generation, self.ranks, self._recovers, self._ended = generation, tuple(born), True, False
+        self._notices = generation  # there was at most one in each generation, and a number is never used again
+        for number, since in born.items():
+            self.members[number].born, self.members[number].state = since, State.IN
 
     def said(self, number: int, question: int, thing: Mapping[str, Any], now: float) -> list[Action]:
         """Take note of what a member says; a repetition changes nothing."""
@@ -138,8 +151,8 @@ class Driver:
             self._event("finished", f"member {number} has finished", member=number, host=member.host)
         return self.tick(now)
 
-    def exited(self, number: int, code: int, now: float) -> list[Action]:
-        """Take note of the end of a process."""
+    def exited(self, number: int, code: int, now: float, how: str = "") -> list[Action]:
+        """Take note of the end of a process; ``how``: in words, if the code does not say it."""
         member = self.members.pop(number, None)
         if member is None:
             return []
@@ -149,7 +162,7 @@ class Driver:
             if code and number in self.ranks:
                 self._fail(member, code)
         elif member.state is not State.GONE:
-            self._died(member, code, now)
+            self._died(member, code, how or how_ended(code), now)
         return self.tick(now)
 
     def host_lost(self, host: str, why: str, now: float) -> list[Action]:
@@ -205,9 +218,9 @@ class Driver:
             member.state = State.ALONE
             self._answer(member, {"alone": True})
 
-    def _died(self, member: Member, code: int, now: float) -> None:
+    def _died(self, member: Member, code: int, how: str, now: float) -> None:
         """Take note of a process that has ended by itself."""
-        newcomer, host, how = self.generation > 0 and not member.born, member.host, how_ended(code)
+        newcomer, host = self.generation > 0 and not member.born, member.host
         if member.state is State.FINISHED:
             if code:
                 self._event(
@@ -272,7 +285,7 @@ class Driver:
     def _fill(self, now: float) -> None:
         """Start members where there is room."""
         free = self.hosts.free([member.place for member in self.members.values()], now)
-        if self._next == 0:
+        if self.unused == 0:
             if len(free) < self.rules.smallest:
                 return
             self._waiting_since = self._said_waiting = now
@@ -289,7 +302,7 @@ class Driver:
             free = [place for place in free if place not in self._left]
         for host, slot in free[: max(0, int(min(wanted, len(free))))]:
             self._left.discard((host, slot))
-            number, self._next = self._next, self._next + 1
+            number, self.unused = self.unused, self.unused + 1
             self.members[number] = Member(number, host, slot, now)
             self._actions.append(Start(number, host, slot))
             self._event("started", f"member {number} starts on {host}", member=number, host=host, slot=slot)
@@ -343,6 +356,9 @@ class Driver:
         if len(staying) + len(newcomers) < (1 if self._finishing else self.rules.smallest):
             self._wait(missing, len(staying) + len(newcomers), now)
             return
+        if self.rules.majority and not self._is_majority(len(waiting), bool(newcomers)):
+            self._wait([], len(waiting), now, self._lacking_majority(len(waiting)))
+            return
         for member in waiting:
             if staying and member not in staying:
                 self._stop(member, "its host was removed")
@@ -358,10 +374,25 @@ class Driver:
     def _state(self, number: int) -> State:
         return self.members[number].state if number in self.members else State.GONE
 
-    def _wait(self, missing: Sequence[Member], size: int, now: float) -> None:
+    def _is_majority(self, waiting: int, with_newcomer: bool) -> bool:
+        finished = sum(self._state(rank) is State.FINISHED for rank in self.ranks)
+        twice = 2 * (waiting + finished)
+        return twice > len(self.ranks) or (twice == len(self.ranks) and with_newcomer)
+
+    def _lacking_majority(self, waiting: int) -> str:
+        absent = [str(rank) for rank in self.ranks if self._state(rank) is State.GONE]
+        return (
+            f"members {', '.join(absent)}: {waiting} of the {len(self.ranks)} members of generation {self.generation} "
+            "are no majority, and the others may go on without them (half of them go on with a newcomer; "
+            "COLLECTIVES_QUORUM=any goes on without a majority)"
+        )
+
+    def _wait(self, missing: Sequence[Member], size: int, now: float, lacking: str = "") -> None:
         """Say what is missing, now and then; give up in the end."""
         seconds, bound = now - self._waiting_since, self.rules.elastic_timeout
-        if not self._next:
+        if lacking:
+            pass
+        elif not self.unused:
             lacking = f"hosts that take {ranks_in_words(self.rules.smallest)}"
         elif missing:
             doing = f"leave generation {self.generation}, which compute" if self.generation else "call init()"
@@ -370,12 +401,12 @@ class Driver:
         else:
             lacking = f"{ranks_in_words(self.rules.smallest - size)} more"
             new = [member for member in self.members.values() if member.state in (State.STARTED, State.ALONE)]
-            lacking += f" ({numbered(new)} on the way)" if new else " (no host has room)"
+            lacking += f" ({numbered(new)} on the way)" if new else f" ({self.hosts.NO_ROOM})"
         places = len(list(self.hosts.places(now)))
         if self.rules.fixed and self.rules.cooldown is None and places < self.rules.smallest:
             self._give_up(f"the hosts that are left take {ranks_in_words(places)}, --min-np is {self.rules.smallest}")
         elif seconds >= bound:
-            self._give_up(f"waited {seconds:.0f} s for {lacking} (--elastic-timeout)")
+            self._give_up(f"waited {seconds:.0f} s for {lacking} ({self.hosts.TIMEOUT})")
         elif now - self._said_waiting >= WAITING_EVERY:
             self._said_waiting = now
             self._event("waiting", f"waiting since {seconds:.0f} s for {lacking}", seconds=seconds)
@@ -467,7 +498,7 @@ class Driver:
         elif self.generation and not ranks:
             text = "all ranks have ended, and the state with them" if self._recovers else ""
             self._finish(End(self._codes[self.failed[0]] if self.failed else int(self._recovers), text))
-        elif self._next and not self.members and self._closed:
+        elif self.unused and not self.members and self._closed:
             self._finish(End(0))
 
     def _finish(self, end: End) -> None:

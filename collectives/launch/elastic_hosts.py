@@ -19,6 +19,9 @@ class HostTable:
         random: a number from 0 to 1, which spreads the ends of several hosts' times.
     """
 
+    NO_ROOM, TIMEOUT = "no host has room", "--elastic-timeout"
+    """For messages: why no more members come, and what says how long they are waited for."""
+
     def __init__(self, cooldown: tuple[float, float] | None, random: Callable[[], float]) -> None:
         self.slots: dict[str, int] = {}
         self._cooldown, self._random = cooldown, random
@@ -72,3 +75,20 @@ class HostTable:
     def became_ready(self, host: str) -> None:
         """Note that a member is ready."""
         self._early_deaths.pop(host, None)
+
+
+class AnyHosts(HostTable):
+    """The hosts of processes that come by themselves: all may stay, and none are started."""
+
+    NO_ROOM, TIMEOUT = "none has come", "COLLECTIVES_ELASTIC_TIMEOUT"
+
+    def __init__(self) -> None:
+        super().__init__(None, lambda: 0.0)
+
+    def keeps(self, place: tuple[str, int], now: float) -> bool:
+        """Whether a member may stay at its place."""
+        return True
+
+    def died_early(self, host: str) -> bool:
+        """Whether too many members have died on a host."""
+        return False

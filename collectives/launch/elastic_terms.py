@@ -23,6 +23,8 @@ class Rules:
         blacklist_host: whether the failure of a member blacklists its host.
         spares: members that are kept ready beyond the largest number of ranks.
         fixed: whether no further hosts can come.
+        majority: whether a generation needs more than half of the members of the one before, or half of them and a
+            newcomer: for drivers that do not see whether the others have ended.
     """
 
     smallest: int = 1
@@ -34,6 +36,7 @@ class Rules:
     blacklist_host: bool = False
     spares: int = 0
     fixed: bool = False
+    majority: bool = False
 
 
 @dataclass(frozen=True, slots=True)

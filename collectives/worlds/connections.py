@@ -30,6 +30,7 @@ class Connection:
         config: the settings.
         how: where the ranks meet; for messages.
         numbers: the ranks' numbers in messages; by default those of the connection.
+        key: the job's; by default what the environment says.
 
     Attributes:
         world: of all ranks.
@@ -42,13 +43,21 @@ class Connection:
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, config: Config, how: str, numbers: Sequence[int] | None = None
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        config: Config,
+        how: str,
+        numbers: Sequence[int] | None = None,
+        key: bytes | None = None,
     ) -> None:
         logging.configure(config.log_level)
         self._network: Network | None = None
         group = thread_groups.connect(1)[0]
         if size > 1:
-            self._network = _connect(store, rank, size, config, how, numbers)
+            key = key or job_key.from_environment(os.environ)
+            self._network = _connect(Place(rank, size, store, key, how), config, numbers)
             group = self._network.everyone
         turn = Turn()
         turn.needed = True  # parts are made by their members alone, of which other ranks learn nothing
@@ -74,11 +83,10 @@ class Connection:
             raise
 
 
-def _connect(store: Any, rank: int, size: int, config: Config, how: str, numbers: Sequence[int] | None) -> Network:
-    key = job_key.from_environment(os.environ)
-    exchange = exchange_of(Place(rank, size, store, key, how), config)
+def _connect(place: Place, config: Config, numbers: Sequence[int] | None) -> Network:
+    exchange = exchange_of(place, config)
     try:
-        return Network(exchange, rank, key, config, exchange.look_for_failures, numbers)
+        return Network(exchange, place.rank, place.key, config, exchange.look_for_failures, numbers)
     except BaseException as error:
         exchange.leave(error)
         raise

@@ -20,33 +20,36 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from collectives.base.config import Config, parse_address
 from collectives.base.errors import (
-    CollectivesError,
     CollectiveTimeoutError,
     InvalidArgumentError,
     RankFailedError,
     RecoverableError,
+    TransportError,
     in_words,
 )
 from collectives.base.logging import logger
 from collectives.transport.stores import job_key
 from collectives.worlds.world import World
 
+if TYPE_CHECKING:
+    from collectives.transport.stores.store import Store
+
 MEMBER = "COLLECTIVES_MEMBER"
 """The variable with a member's number, by which a process knows that its job is elastic."""
 TIMEOUT = "COLLECTIVES_ELASTIC_TIMEOUT"
 ADDED, REMOVED = 2, 1
 """What notices say, as bits: processes wait to be admitted; hosts are to be left."""
-_DEFAULT_TIMEOUT = 600.0
-_BEYOND = 60.0
+DEFAULT_TIMEOUT = 600.0
+BEYOND = 60.0
 """Seconds by which a member outwaits the driver, which says more."""
-_PIECE = 5.0
+PIECE = 5.0
 """Seconds of one request, after which the store is asked again: who is not told that the driver died, notices."""
 
 
@@ -67,10 +70,11 @@ class Job:
     """
 
     on_death: Callable[[int, str], object] = staticmethod(lambda generation, why: None)
+    _DRIVER, _SETTING = "the launcher", "see what it has printed, or raise --elastic-timeout"
+    """For messages: who decides, and what to do if it does not answer."""
 
     def __init__(self, member: int, host: str, port: int, key: bytes, timeout: float) -> None:
-        from collectives.transport.stores.store import Store  # with asyncio, which not all programs need
-        from collectives.transport.tcp.service import Service
+        from collectives.transport.tcp.service import Service  # with asyncio, which not all programs need
 
         self.member, self.generation = member, 0
         self.members: tuple[int, ...] = ()
@@ -81,18 +85,31 @@ class Job:
         self._over = (0, "")
         """The generation that has ended last, as far as notices say, and why."""
         self._key, self._timeout = key, timeout
-        service = Service()
-        self._store = Store(host, port, key, _PIECE, service)
-        self._make_store: Callable[[], Store] = lambda: Store(host, port, key, _PIECE, service)
+        self._service = Service()
+        self._meet_at(host, port)
         self._said = 0
         self._watching = False
         self._lock = threading.Lock()
+
+    def _meet_at(self, host: str, port: int) -> None:
+        """Speak with the driver at a store from now on."""
+        self._address = (host, port)
+        self._store = self._make_store()
+
+    def _make_store(self) -> Store:
+        from collectives.transport.stores.store import Store
+
+        return Store(*self._address, self._key, PIECE, self._service)
+
+    def _follow(self, store: Store, error: TransportError) -> None:
+        """Speak with another driver, if there is one, where a store is not served any more; raises the error if not."""
+        raise error
 
     # ---- worlds
 
     def join(self, config: Config) -> World | None:
         """The world of a generation; None while one runs without this member, which is then to get `ready`."""
-        self._watch()
+        self.watch()
         answer = self._ask("here")
         self.came_late = bool(answer.get("alone"))
         return None if self.came_late else self._world(answer, config)
@@ -122,7 +139,7 @@ class Job:
             how = f"generation {self.generation} of the elastic job"
             try:
                 rank = self.members.index(self.member)
-                return Connection(store, rank, len(self.members), config, how).world
+                return Connection(store, rank, len(self.members), config, how, key=self._key).world
             except RecoverableError as error:
                 answer = self._ask("ended", f"it could not be formed: {in_words(rank, error)}")
             finally:
@@ -139,18 +156,23 @@ class Job:
             return self._said
 
     def _ask(self, what: str, why: str = "", bounded: bool = True, **more: Any) -> dict[str, Any]:
-        key = f"elastic/answer/{self.member}/{self.say(what, why, **more)}"
-        end = time.monotonic() + self._timeout + _BEYOND
+        end = time.monotonic() + self._timeout + BEYOND
+        key, store = "", None
         while True:
             try:
-                answer: dict[str, Any] = json.loads(self._store.get(key))
+                if store is not self._store:  # else another driver has to hear it
+                    store = self._store
+                    key = f"elastic/answer/{self.member}/{self.say(what, why, **more)}"
+                answer: dict[str, Any] = json.loads(store.get(key))
                 return answer
+            except TransportError as error:
+                assert store is not None
+                self._follow(store, error)
             except CollectiveTimeoutError:
                 if bounded and time.monotonic() > end:
                     raise CollectiveTimeoutError(
-                        f"member {self.member}: waited {self._timeout + _BEYOND:g} s for the launcher to say which "
-                        f"generation follows generation {self.generation}; see what it has printed, or raise "
-                        "--elastic-timeout"
+                        f"member {self.member}: waited {self._timeout + BEYOND:g} s for {self._DRIVER} to say "
+                        f"which generation follows generation {self.generation}; {self._SETTING}"
                     ) from None
 
     def look_at(self, generation: int) -> None:
@@ -159,7 +181,8 @@ class Job:
         if over == generation:
             raise RankFailedError(f"member {self.member}: generation {generation} has ended: {why}")
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
+        """Begin to listen for notices, and go on as long as a driver lives."""
         if not self._watching:
             self._watching = True
             threading.Thread(target=self._listen, name="collectives-notices", daemon=True).start()
@@ -171,8 +194,13 @@ class Job:
                 notice = json.loads(store.get(f"elastic/notice/{self.notices + 1}"))
             except CollectiveTimeoutError:
                 continue
-            except CollectivesError:
-                return  # the launcher has ended; whoever watches this process ends it
+            except TransportError as error:
+                try:
+                    self._follow(store, error)
+                except TransportError:
+                    return  # the launcher has ended; whoever watches this process ends it
+                store = self._make_store()
+                continue
             self.notices += 1
             generation = notice["generation"]
             if "over" in notice:
@@ -226,7 +254,7 @@ def from_environment() -> Job | None:
     key = job_key.from_environment(os.environ)
     try:
         host, port = parse_address(os.environ["COLLECTIVES_RENDEZVOUS"])
-        member, timeout = int(number), float(os.environ.get(TIMEOUT, _DEFAULT_TIMEOUT))
+        member, timeout = int(number), float(os.environ.get(TIMEOUT, DEFAULT_TIMEOUT))
     except (KeyError, ValueError):
         key = None
     if key is None:

@@ -9,11 +9,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from collectives.base import interrupts, launchers, logging
-from collectives.base.config import Config, unknown
+from collectives.base.config import Config, parse_bool, unknown
 from collectives.base.errors import (
     CollectivesError,
     CollectiveTimeoutError,
@@ -185,7 +185,7 @@ def init(
             )
         connect.check_place(asked)
         if comm is None and not asked.explicit:
-            default.job = default.job or elastic_jobs.from_environment()
+            default.job = default.job or _job_of_environment()
         several = launchers.mpi_may_join(os.environ) or launchers.several(os.environ) is not None
         several = several or default.job is not None
         if "mpi4py.MPI" in sys.modules or several or asked.explicit:
@@ -230,6 +230,20 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Ask
         raise
     default.interrupted = False
     return world
+
+
+def _job_of_environment() -> elastic_jobs.Job | None:
+    text = os.environ.get("COLLECTIVES_ELASTIC", "").strip() or "0"
+    try:
+        is_elastic = parse_bool(text)
+    except ValueError:
+        raise InvalidArgumentError(f"COLLECTIVES_ELASTIC={text!r}: expected {parse_bool.__doc__}") from None
+    job = elastic_jobs.from_environment()
+    if job is not None or not is_elastic:
+        return job
+    from collectives.worlds import elastic_members  # with asyncio, which not all programs need
+
+    return elastic_members.from_environment(os.environ)
 
 
 def _world_of_job(job: elastic_jobs.Job, config: Config) -> World:
@@ -475,7 +489,8 @@ def _watch_exit() -> None:
 def _publish(text: str) -> None:
     default.interrupted = False  # this failure is published, and ends the job with its own exit code
     if default.job is not None:
-        default.job.say("failed", text.strip().rpartition("\n")[2])
+        with suppress(CollectivesError):  # who hears it may have ended
+            default.job.say("failed", text.strip().rpartition("\n")[2])
     if default.world is not None:
         default.world.fail(text)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Callable
+from typing import TypeVar
 
 from collectives.base.errors import CollectivesError, CollectiveTimeoutError, TransportError
 from collectives.base.places import Spot
@@ -11,6 +13,8 @@ from collectives.transport.backoff import Backoff
 from collectives.transport.stores.store import Store, StoreServer
 from collectives.transport.tcp import network
 from collectives.transport.tcp.service import Service
+
+T = TypeVar("T")
 
 _ATTEMPT = 5.0
 """Seconds for a connection to a store."""
@@ -34,6 +38,7 @@ class Meeting:
 
     def __init__(self, spot: Spot, key: bytes, timeout: float, key_file: str = "") -> None:
         self._spot, self._key, self._timeout = spot, key, timeout
+        self._who = f"rank {spot.rank}" if spot.rank >= 0 else "a newcomer"
         self._hint = "; where users or their home folders differ, set COLLECTIVES_KEY on all ranks" if key_file else ""
         self.how = spot.launcher if "://" in spot.launcher else f"{spot.launcher}, at {spot.host}"
         self.how += f", with the key of {key_file}" if key_file else ""
@@ -55,7 +60,7 @@ class Meeting:
                     )
                 if late:
                     raise CollectiveTimeoutError(
-                        f"rank {self._spot.rank}: waited {self._timeout:g} s for rank 0 to serve a store ({self.how}): "
+                        f"{self._who}: waited {self._timeout:g} s for rank 0 to serve a store ({self.how}): "
                         f"{self.reasons()}; rank 0 must call init() on that host"
                     )
                 backoff.nap(_LONGEST_NAP, backoff.begun + within)
@@ -87,7 +92,7 @@ class Meeting:
             self._why[port] = f"{error}{self._hint}"
             if len(self._spot.ports) == 1:
                 raise TransportError(
-                    f"rank {self._spot.rank}: no store of this job at {network.joined(self._spot.host, port)} "
+                    f"{self._who}: no store of this job at {network.joined(self._spot.host, port)} "
                     f"({self.how}): {self._why[port]}"
                 ) from None
         except ConnectionRefusedError:
@@ -100,16 +105,9 @@ class Meeting:
 
     def _serve(self, port: int) -> bool:
         """Serve a store at a port, unless the port is taken."""
-        host = _listening_host(self._spot.host, port)
         service = Service()
         try:
-            try:
-                server = StoreServer(service, host, port, self._key)
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-                # Not an address of this host: perhaps one that is translated, such as that of a Kubernetes service.
-                server = StoreServer(service, _any_address(host), port, self._key)
+            server = listening_at(self._spot.host, port, lambda host, port: StoreServer(service, host, port, self._key))
         except OSError as error:
             service.close()
             self._why[port] = str(error)
@@ -132,6 +130,18 @@ class Meeting:
         for port, why in list(self._why.items()):  # to which another thread may add
             reasons.setdefault(why, []).append(port)
         return "; ".join(f"port {', '.join(map(str, ports))}: {why}" for why, ports in reasons.items())
+
+
+def listening_at(host: str, port: int, listen: Callable[[str, int], T]) -> T:
+    """Have ``listen(address, port)`` listen where others reach this host by a name or address. OSError: it cannot."""
+    address = _listening_host(host, port)
+    try:
+        return listen(address, port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        # Not an address of this host: perhaps one that is translated, such as that of a Kubernetes service.
+        return listen(_any_address(address), port)
 
 
 def _listening_host(host: str, port: int) -> str:

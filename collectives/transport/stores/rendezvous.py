@@ -154,7 +154,7 @@ def find(
 
 
 def _at_told(environment: Mapping[str, str], config: Config, asked: Asked, address: str) -> Place:
-    rank, size = _rank_and_size(environment, asked)
+    rank, size = rank_and_size(environment, asked)
     how = "init(store=...)" if asked.store is not None else address
     key = job_key.from_environment(environment)
     if size == 1:
@@ -170,7 +170,8 @@ def _at_told(environment: Mapping[str, str], config: Config, asked: Asked, addre
     return _at(places.Spot(rank, size, address, host, (port,), f"tcp port {port}"), environment, config)
 
 
-def _rank_and_size(environment: Mapping[str, str], asked: Asked) -> tuple[int, int]:
+def rank_and_size(environment: Mapping[str, str], asked: Asked = NOTHING) -> tuple[int, int]:
+    """What the program or the environment says. InvalidArgumentError: nothing, or something wrong."""
     if asked.rank is not None and asked.size is not None:
         return asked.rank, asked.size
     texts = [environment.get(name, "").strip() for name in ("COLLECTIVES_RANK", "COLLECTIVES_SIZE")]

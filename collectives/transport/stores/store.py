@@ -58,6 +58,7 @@ class StoreServer:
 
     Args:
         heard: is called with every key that a client sets and its value, in the service's thread.
+        lost: likewise, with the key that a client has set last, when its connection has ended.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class StoreServer:
         port: int,
         key: bytes,
         heard: Callable[[str, bytes], object] = lambda key, value: None,
+        lost: Callable[[str], object] = lambda key: None,
     ) -> None:
-        self._service, self._heard = service, heard
+        self._service, self._heard, self._lost = service, heard, lost
         self._values: dict[str, bytes] = {}
         self._bytes = 0
         self._awaited: weakref.WeakValueDictionary[str, asyncio.Event] = weakref.WeakValueDictionary()
@@ -85,6 +87,7 @@ class StoreServer:
 
     async def _serve(self, sock: Connection) -> None:
         loop = asyncio.get_running_loop()
+        last_set = ""
         try:
             while True:
                 head = await receive(sock, _REQUEST.size)
@@ -93,6 +96,7 @@ class StoreServer:
                     return
                 rest = await asyncio.wait_for(_unsealed(sock, head, key_bytes + value_bytes), _FRAME_WITHIN)
                 keys = rest[:key_bytes].decode().split("\n")
+                last_set = keys[0] if operation == _SET else last_set
                 outcome, answer = await self._carry_out(operation, keys, rest[key_bytes:], seconds)
                 frame = _ANSWER.pack(outcome, len(answer)) + answer
                 await asyncio.wait_for(loop.sock_sendall(sock, frame + sock.sent.next(frame)), _FRAME_WITHIN)
@@ -100,6 +104,8 @@ class StoreServer:
             pass
         finally:
             sock.close()
+            if last_set:
+                self._lost(last_set)
 
     async def _carry_out(
         self, operation: bytes, keys: Sequence[str], value: bytes, seconds: float
@@ -134,9 +140,9 @@ class StoreServer:
                 event = self._awaited.setdefault(key, asyncio.Event())
                 await event.wait()
 
-    def listen(self, host: str) -> tuple[str, int]:
+    def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Listen on a further address, which is returned."""
-        self._listeners.append(Listener(self._service, host, 0, self._key, self._accepted))
+        self._listeners.append(Listener(self._service, host, port, self._key, self._accepted))
         return self._listeners[-1].address
 
     def set(self, key: str, value: bytes) -> None:
@@ -163,11 +169,20 @@ class Store:
     Args:
         timeout: seconds that ``get`` waits for a key, and a ``wait`` without a timeout.
         service: in whose thread it works.
+        answers_within: seconds that an answer may take.
     """
 
-    def __init__(self, host: str, port: int, key: bytes, timeout: float, service: Service) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        key: bytes,
+        timeout: float,
+        service: Service,
+        answers_within: float = _FRAME_WITHIN,
+    ) -> None:
         self.address = (host, port)
-        self.timeout = timeout
+        self.timeout, self._answers_within = timeout, answers_within
         self._key, self._service = key, service
         self._sock: Connection | None = None
         self._lock = threading.Lock()
@@ -192,7 +207,7 @@ class Store:
                 f"got {len(key)} and {len(value)}"
             )
         with self._lock:
-            self._ask(_SET, [key], value, _FRAME_WITHIN)
+            self._ask(_SET, [key], value, 0.0)
 
     def get(self, key: str) -> bytes:
         """Wait for a key, and return its value. CollectiveTimeoutError: no process has set it within ``timeout``.
@@ -220,7 +235,7 @@ class Store:
         names = "\n".join(keys).encode()
         request = _REQUEST.pack(operation, seconds, len(names), len(value)) + names + value
         try:
-            outcome, answer = self._answered(request, seconds + _FRAME_WITHIN)
+            outcome, answer = self._answered(request, seconds + self._answers_within)
         except (OSError, EOFError) as error:
             raise TransportError(
                 f"the store at {self._where()} does not answer, or the process that serves it has ended: {error}"

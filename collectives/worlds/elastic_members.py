@@ -1,0 +1,366 @@
+"""A member of an elastic job whose processes no launcher watches: started by hand, by Kubernetes, by Slurm.
+
+    rank 0          serves the store where the user says, and decides (`elastic_owner`)
+    all members     listen at an address of their own, where each would serve the store
+    an owner dies   the first member of the generation that lives goes on in its place, and the others turn to it
+
+So a generation needs a majority of the one before: else two halves that do not reach each other would both go on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from collectives.base.config import Config, parse_address
+from collectives.base.errors import (
+    CollectivesError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    TransportError,
+)
+from collectives.base.logging import logger, saying_what_is_tried
+from collectives.base.places import Spot
+from collectives.base.wake_up import WakeUp
+from collectives.transport.backoff import Backoff
+from collectives.transport.stores import job_key, rendezvous
+from collectives.transport.stores.meeting import Meeting, listening_at
+from collectives.transport.stores.store import Store, StoreServer
+from collectives.transport.tcp import network
+from collectives.worlds.elastic_jobs import BEYOND, DEFAULT_TIMEOUT, PIECE, TIMEOUT, Job
+from collectives.worlds.elastic_owner import BEAT_EVERY, Heard, Owner
+from collectives.worlds.world import World
+
+SMALLEST, LARGEST, QUORUM = "COLLECTIVES_MIN_SIZE", "COLLECTIVES_MAX_SIZE", "COLLECTIVES_QUORUM"
+_LONGEST_NAP = 0.05
+
+
+class Settings(NamedTuple):
+    """What the environment says.
+
+    Attributes:
+        rank, size: of this process in the first generation; None: it is a newcomer.
+        smallest, largest: numbers of ranks of a generation; ``largest`` None: any.
+        majority: whether a generation needs a majority of the one before.
+        timeout: seconds that the job waits for what it lacks.
+        key_file: the user's file from which the key is derived; empty: the environment has the key.
+    """
+
+    rank: int | None
+    size: int | None
+    smallest: int
+    largest: int | None
+    majority: bool
+    timeout: float
+    key_file: str
+
+
+class MemberJob(Job):
+    """This process's part in such a job; other arguments as of `Job`."""
+
+    _DRIVER, _SETTING = "the member that serves the store", f"see what it has logged, or raise {TIMEOUT}"
+
+    def __init__(self, host: str, port: int, key: bytes, settings: Settings) -> None:
+        self._lease = 0.0
+        super().__init__(-1, host, port, key, settings.timeout)
+        self._settings, self._rendezvous = settings, (host, port)
+        self._server: StoreServer | None = None
+        self._heard: Heard = SimpleQueue()
+        self._announced: Sequence[Any] = ()
+        """Host and port at which this process listens."""
+        self._owner: Owner | None = None
+        self._roll: Mapping[str, Any] = {}
+        """Of the newest generation that this process knows, as the owner has made it."""
+        self._present: tuple[int, World | None] = (0, None)
+        """The newest generation's world, and its number."""
+        self._lost = ""
+        """Why no other owner is looked for any more."""
+        self._poked = WakeUp()
+
+    def join(self, config: Config) -> World | None:
+        if self.member < 0:
+            self._lease = config.peer_timeout
+            self._listen_at_own_address(config)
+            if self._owner is None:
+                self._await_store()
+            self._store = self._make_store()
+            self._knock(self._store)
+            self._come_to_know(self._store)
+            if self._owner is None:
+                threading.Thread(target=self._keep, name="collectives-member", daemon=True).start()
+        return super().join(config)
+
+    def _world(self, answer: Mapping[str, Any], config: Config) -> World:
+        world = super()._world(answer, config)
+        self._present = (self.generation, world)
+        return world
+
+    def _end_generation(self, generation: int, why: str) -> None:
+        """Have the calls of a generation's world fail, here and on the other ranks."""
+        number, world = self._present
+        if number == generation and world is not None and world.failure is None:
+            with suppress(ValueError):  # it has ended meanwhile
+                world.fail(f"its generation has ended: {why}")
+
+    # ---- the beginning
+
+    def _listen_at_own_address(self, config: Config) -> None:
+        """Listen where this process would serve the store; rank 0, unless another process listens there, where the
+        members meet, and serves it.
+
+        Raises:
+            TransportError: rank 0 cannot listen there.
+            InvalidArgumentError: this host has no such network interface.
+        """
+        host, port = self._rendezvous
+        if self._settings.rank == 0 and self._server is None:
+            try:
+                self._server = listening_at(host, port, self._serve)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise TransportError(
+                        f"rank 0: cannot serve a store at {network.joined(host, port)}: {error}; name a free port of "
+                        f"this host with COLLECTIVES_RENDEZVOUS=tcp://{host}:port on all ranks"
+                    ) from None
+            else:
+                self._announced = self._rendezvous
+                self._owner = self._make_owner()
+                self._owner.begin(self._settings.size or 1)
+                threading.Thread(target=self._owner.run, name="collectives-driver", daemon=True).start()
+        if self._server is None:
+            address = network.address_of(config.network_interface) if config.network_interface else host
+            if not config.network_interface:
+                with suppress(OSError):  # the name may be known later
+                    address = network.address_towards(host)
+            if network.is_loopback(address):
+                address = host  # by which others reach this host
+            self._server = listening_at(address, 0, self._serve)
+            self._announced = (address, self._server.address[1])
+
+    def _serve(self, host: str, port: int) -> StoreServer:
+        def hear(key: str, value: bytes | None = None) -> None:
+            self._heard.put((key, value))
+
+        return StoreServer(self._service, host, port, self._key, hear, hear)
+
+    def _make_owner(self) -> Owner:
+        settings = self._settings
+        rules = {
+            "smallest": settings.smallest,
+            "largest": settings.largest,
+            "elastic_timeout": settings.timeout,
+            "grace": self._lease,
+            "majority": settings.majority,
+        }
+        assert self._server is not None
+        owner = Owner(self._server, self._heard, self._announced, rules, self._end_generation)
+        atexit.register(owner.linger)
+        return owner
+
+    def _await_store(self) -> None:
+        """Wait until a process serves the store. Raises as `Meeting.connect`."""
+        # Rank 0 has found another process there, and is a newcomer.
+        rank = self._settings.rank or -1
+        host, port = self._rendezvous
+        spot = Spot(rank, self._settings.size or 0, f"tcp://{network.joined(host, port)}", host, (port,))
+        meeting = Meeting(spot, self._key, self._timeout, self._settings.key_file)
+        with saying_what_is_tried(
+            lambda: f"waiting for rank 0 to serve the job's store ({meeting.how}): {meeting.reasons()}", self._timeout
+        ):
+            meeting.connect()
+        meeting.close()
+
+    def _knock(self, store: Store) -> None:
+        """Get this process's number.
+
+        Raises:
+            CollectiveTimeoutError: no answer.
+            InvalidArgumentError: the job does not take this process.
+        """
+        token, settings = secrets.token_hex(8), self._settings
+        knock = {
+            "rank": settings.rank,
+            "size": settings.size,
+            "host": socket.gethostname(),
+            "address": list(self._announced),
+        }
+        store.set(f"elastic/knock/{token}", json.dumps(knock).encode())
+        welcome = self._awaited(store, f"elastic/welcome/{token}")
+        if "refused" in welcome:
+            raise InvalidArgumentError(f"rank {settings.rank}: cannot join the elastic job: {welcome['refused']}")
+        with self._lock:
+            self.member, self._said = welcome["member"], 0
+
+    def _awaited(self, store: Store, key: str) -> dict[str, Any]:
+        end = time.monotonic() + self._timeout + BEYOND
+        while True:
+            try:
+                value: dict[str, Any] = json.loads(store.get(key))
+                return value
+            except CollectiveTimeoutError:
+                if time.monotonic() > end:
+                    raise CollectiveTimeoutError(
+                        f"waited {self._timeout + BEYOND:g} s to be let into the elastic job at "
+                        f"{network.joined(*store.address)}: it has no generation; see what its first ranks have "
+                        f"logged, or raise {TIMEOUT}"
+                    ) from None
+
+    # ---- what is said
+
+    def say(self, what: str, why: str = "", **more: Any) -> int:
+        if what == "finished" and self._owner is not None:
+            self._owner.finished = True
+        more |= {"host": socket.gethostname(), "address": list(self._announced)}
+        store = self._store
+        try:
+            return super().say(what, why, **more)
+        except TransportError as error:
+            if what not in ("runs", "finished"):
+                raise  # `_ask` says it again
+            self._follow(store, error)
+            return super().say(what, why, **more)
+
+    def _ask(self, what: str, why: str = "", bounded: bool = True, **more: Any) -> dict[str, Any]:
+        answer = super()._ask(what, why, bounded, **more)
+        if "members" in answer:
+            self._roll, self.notices = answer, answer["notices"]
+        return answer
+
+    # ---- owners
+
+    def _keep(self) -> None:
+        """Beat, and, when the store is not served any more, turn to a successor, or be it. In a thread of its own."""
+        while self._owner is None:
+            store = self._make_store()
+            try:
+                while True:
+                    store.set(f"elastic/beat/{self.member}", b"")
+                    self._come_to_know(store)
+                    self._look_for_losses(store)
+                    self._poked.wait(BEAT_EVERY)
+            except TransportError as error:
+                self._lost = "" if self._turn() else str(error)
+                if self._lost:
+                    return
+        self._owner.run()
+
+    def _come_to_know(self, store: Store) -> None:
+        """Learn, as a newcomer, which members could be successors."""
+        if not self.generation and self.member >= (self._settings.size or 0):
+            with suppress(CollectiveTimeoutError):  # a successor does not know of its part yet
+                self._roll = json.loads(store.get("elastic/roll"))
+
+    def _look_for_losses(self, store: Store) -> None:
+        key = f"elastic/g{self._present[0]}/lost"
+        with suppress(CollectiveTimeoutError):
+            store.wait([key], timedelta(0))
+            self._end_generation(self._present[0], store.get(key).decode())
+
+    def _turn(self) -> bool:
+        """Turn to the first member of the generation that lives. Returns whether there is one."""
+        roll, dead = self._roll, dict[int, str]()
+        for member, (host, port) in zip(roll.get("members", ()), roll.get("addresses", ()), strict=True):
+            if member == self.member:
+                self._succeed(roll, dead)
+                return True
+            store = self._store_at(host, port)
+            try:
+                store.connect(self._lease)
+                if not self.generation and (host, port) != self._address:
+                    self._knock(store)
+            except (OSError, CollectivesError) as error:
+                dead[member] = f"does not answer at {network.joined(host, port)}: {error}"
+            else:
+                self._meet_at(host, port)
+                return True
+            finally:
+                store.close()
+        return False
+
+    def _succeed(self, roll: Mapping[str, Any], dead: Mapping[int, str]) -> None:
+        """Serve the store from now on."""
+        assert self._server is not None
+        owner = self._make_owner()
+        owner.resume(roll, dead)
+        where = f"tcp://{network.joined(*self._announced)}"
+        logger.warning("elastic job: member %d serves the store from now on, at %s", self.member, where)
+        try:
+            listening_at(*self._rendezvous, self._server.listen)
+        except OSError:
+            logger.warning("elastic job: newcomers need COLLECTIVES_RENDEZVOUS=%s", where)
+        self._owner = owner
+        self._meet_at(*self._announced)
+
+    def _follow(self, store: Store, error: TransportError) -> None:
+        """Wait until the thread that beats has turned to another owner."""
+        self._poked.set()
+        backoff = Backoff()
+        while self._store is store:
+            backoff.look()
+            if self._lost or backoff.now > backoff.begun + self._timeout:
+                raise TransportError(
+                    f"member {self.member}: no member of generation {self.generation} serves the elastic job's store: "
+                    f"the job has ended, or all others have died ({self._lost or error})"
+                ) from error
+            backoff.nap(_LONGEST_NAP)
+
+    def _make_store(self) -> Store:
+        return self._store_at(*self._address)
+
+    def _store_at(self, host: str, port: int) -> Store:
+        return Store(host, port, self._key, PIECE, self._service, self._lease)
+
+
+def from_environment(environment: Mapping[str, str]) -> Job:
+    """This process's part in its job. InvalidArgumentError: a variable is missing or wrong."""
+    try:
+        host, port = parse_address(environment.get("COLLECTIVES_RENDEZVOUS", ""))
+    except ValueError:
+        raise InvalidArgumentError(
+            "COLLECTIVES_ELASTIC is set: expected also COLLECTIVES_RENDEZVOUS=tcp://host:port, with the host of rank 0 "
+            f"and a port that is free there, and got {environment.get('COLLECTIVES_RENDEZVOUS', '')!r}"
+        ) from None
+    key, key_file = job_key.from_environment(environment), ""
+    if key is None:
+        key, key_file = job_key.of_user(environment, f"tcp port {port}"), str(job_key.path_of_user(environment))
+    quorum = environment.get(QUORUM, "majority")
+    if quorum not in ("majority", "any"):
+        raise InvalidArgumentError(f'{QUORUM}={quorum!r}: expected "majority" or "any"')
+    smallest, largest = _number(environment, SMALLEST), _number(environment, LARGEST)
+    rank, size = _rank_and_size(environment)
+    timeout = environment.get(TIMEOUT, "")
+    try:
+        seconds = float(timeout or DEFAULT_TIMEOUT)
+    except ValueError:
+        raise InvalidArgumentError(f"{TIMEOUT}={timeout!r}: expected seconds") from None
+    if largest is not None and largest < (smallest or 1):
+        raise InvalidArgumentError(f"{LARGEST}={largest}: expected at least {SMALLEST}={smallest or 1}")
+    return MemberJob(
+        host, port, key, Settings(rank, size, smallest or 1, largest, quorum == "majority", seconds, key_file)
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "").strip()
+    if text and not (text.isdecimal() and int(text)):
+        raise InvalidArgumentError(f"{name}={text!r}: expected a number of ranks")
+    return int(text) if text else None
+
+
+def _rank_and_size(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+    try:
+        return rendezvous.rank_and_size(environment)
+    except InvalidArgumentError:
+        if environment.get("COLLECTIVES_RANK", "").strip():
+            raise
+        return None, None

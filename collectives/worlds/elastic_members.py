@@ -4,7 +4,9 @@
     all members     listen at an address of their own, where each would serve the store
     an owner dies   the first member of the generation that lives goes on in its place, and the others turn to it
 
-So a generation needs a majority of the one before: else two halves that do not reach each other would both go on.
+    rank 0 again    if it is started again while the job goes on elsewhere, the owner tells it so
+
+A generation needs a majority of the one before: else two halves that do not reach each other would both go on.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ from collectives.worlds.world import World
 
 SMALLEST, LARGEST, QUORUM = "COLLECTIVES_MIN_SIZE", "COLLECTIVES_MAX_SIZE", "COLLECTIVES_QUORUM"
 _LONGEST_NAP = 0.05
+_SENT_EVERY = 2.0
+"""Seconds between two looks for a rank 0 that was started again."""
 
 
 class Settings(NamedTuple):
@@ -78,6 +82,7 @@ class MemberJob(Job):
         self._heard: Heard = SimpleQueue()
         self._announced: Sequence[Any] = ()
         """Host and port at which this process listens."""
+        self._config = Config()
         self._owner: Owner | None = None
         self._roll: Mapping[str, Any] = {}
         """Of the newest generation that this process knows, as the owner has made it."""
@@ -89,7 +94,7 @@ class MemberJob(Job):
 
     def join(self, config: Config) -> World | None:
         if self.member < 0:
-            self._lease = config.peer_timeout
+            self._config, self._lease = config, config.peer_timeout
             self._listen_at_own_address(config)
             if self._owner is None:
                 self._await_store()
@@ -97,8 +102,11 @@ class MemberJob(Job):
             self._knock(self._store)
             self._come_to_know(self._store)
             if self._owner is None:
-                threading.Thread(target=self._keep, name="collectives-member", daemon=True).start()
+                self._begin_to_beat()
         return super().join(config)
+
+    def _begin_to_beat(self) -> None:
+        threading.Thread(target=self._keep, name="collectives-member", daemon=True).start()
 
     def _world(self, answer: Mapping[str, Any], config: Config) -> World:
         world = super()._world(answer, config)
@@ -148,8 +156,10 @@ class MemberJob(Job):
             self._announced = (address, self._server.address[1])
 
     def _serve(self, host: str, port: int) -> StoreServer:
+        heard = self._heard
+
         def hear(key: str, value: bytes | None = None) -> None:
-            self._heard.put((key, value))
+            heard.put((key, value))
 
         return StoreServer(self._service, host, port, self._key, hear, hear)
 
@@ -196,6 +206,10 @@ class MemberJob(Job):
         }
         store.set(f"elastic/knock/{token}", json.dumps(knock).encode())
         welcome = self._awaited(store, f"elastic/welcome/{token}")
+        if "moved" in welcome:
+            self._meet_at(*welcome["moved"])
+            self._knock(self._store)
+            return
         if "refused" in welcome:
             raise InvalidArgumentError(f"rank {settings.rank}: cannot join the elastic job: {welcome['refused']}")
         with self._lock:
@@ -232,9 +246,26 @@ class MemberJob(Job):
 
     def _ask(self, what: str, why: str = "", bounded: bool = True, **more: Any) -> dict[str, Any]:
         answer = super()._ask(what, why, bounded, **more)
+        if "moved" in answer:
+            self._move(*answer["moved"])
+            return self._ask(what, why, bounded, **more)
         if "members" in answer:
             self._roll, self.notices = answer, answer["notices"]
         return answer
+
+    def _move(self, host: str, port: int) -> None:
+        """Join the job, as a newcomer, where it goes on; this process may have served a store for it."""
+        self._settings = self._settings._replace(rank=None, size=None)
+        was_owner = self._owner is not None
+        if was_owner:  # that goes on to send others there
+            self._owner, self._server, self._heard = None, None, SimpleQueue()
+            self._listen_at_own_address(self._config)
+        store = self._store_at(host, port)
+        self._knock(store)
+        store.close()
+        self._meet_at(host, port)
+        if was_owner:
+            self._begin_to_beat()
 
     # ---- owners
 
@@ -243,7 +274,7 @@ class MemberJob(Job):
         while self._owner is None:
             store = self._make_store()
             try:
-                while True:
+                while store.address == self._address:
                     store.set(f"elastic/beat/{self.member}", b"")
                     self._come_to_know(store)
                     self._look_for_losses(store)
@@ -297,9 +328,20 @@ class MemberJob(Job):
         try:
             listening_at(*self._rendezvous, self._server.listen)
         except OSError:
-            logger.warning("elastic job: newcomers need COLLECTIVES_RENDEZVOUS=%s", where)
+            logger.warning("elastic job: newcomers need COLLECTIVES_RENDEZVOUS=%s, or rank 0 started again", where)
+            threading.Thread(target=self._send_here, name="collectives-moved", daemon=True).start()
         self._owner = owner
         self._meet_at(*self._announced)
+
+    def _send_here(self) -> None:
+        """Tell rank 0, whenever it is started again and serves a store where the members met, where the job goes on."""
+        while True:
+            store = self._store_at(*self._rendezvous)
+            with suppress(OSError, CollectivesError):
+                store.connect(self._lease)
+                store.set("elastic/moved/to", json.dumps(self._announced).encode())
+            store.close()
+            time.sleep(_SENT_EVERY)
 
     def _follow(self, store: Store, error: TransportError) -> None:
         """Wait until the thread that beats has turned to another owner."""

@@ -7,6 +7,8 @@ of launchers (`collectives.launch.elastic_driver`). It sees of the others what t
     beat      a member lives. It counts as dead if it has been silent for the peer timeout, or if its connection was
               closed and it has missed a beat since
     said      what it asks the driver
+    moved     the job goes on elsewhere: this process was rank 0 of it before, or so, and was started again. Whoever has
+              come here is sent there
 
 With each generation goes its *roll*: what a successor needs in order to go on from there, if this member dies.
 """
@@ -82,6 +84,8 @@ class Owner:
         self._dead: dict[int, str] = {}
         self._roll: dict[str, Any] = {}
         self._notices = 0
+        self._moved: dict[str, Any] = {}
+        """What is answered if the job goes on elsewhere."""
         self.finished = False
 
     def begin(self, size: int) -> None:
@@ -111,9 +115,10 @@ class Owner:
                 while True:
                     self._take(*self._heard.get_nowait())
             now = time.monotonic()
-            self._count_silence(min(now - last, _TICK), now)
+            if not self._moved:
+                self._count_silence(min(now - last, _TICK), now)
+                self._carry_out(self._driver.tick(now))
             last = now
-            self._carry_out(self._driver.tick(now))
 
     def linger(self) -> None:
         """Where this process has finished, serve the store until the other ranks have, for a bounded time."""
@@ -130,12 +135,28 @@ class Owner:
     def _take(self, key: str, value: bytes | None) -> None:
         now = time.monotonic()
         _, kind, name, *rest = key.split("/")
-        if kind == "beat":
+        if kind == "moved" and value is not None and not self._driver.generation:
+            self._send_to(json.loads(value))
+        elif self._moved:
+            if kind in ("knock", "said"):
+                self._set("/".join(("elastic", "welcome" if kind == "knock" else "answer", name, *rest)), self._moved)
+        elif kind == "beat":
             self._note_beat(int(name), value is None)
         elif kind == "knock" and value is not None:
             self._welcome(name, json.loads(value), now)
         elif kind == "said" and value is not None:
             self._hear(int(name), int(rest[0]), json.loads(value), now)
+
+    def _send_to(self, address: Sequence[Any]) -> None:
+        """Send who has come to the address where the job goes on."""
+        if not self._moved:
+            logger.warning("elastic job: it goes on at %s: joining it there", address)
+        self._moved = {"moved": address}
+        for token, _ in self._early:
+            self._set(f"elastic/welcome/{token}", self._moved)
+        for member in self._driver.members.values():
+            if member.question:
+                self._set(f"elastic/answer/{member.number}/{member.question}", self._moved)
 
     def _note_beat(self, member: int, closed: bool) -> None:
         if closed:

@@ -7,6 +7,7 @@ ranks give, which does not depend on how many there are: so the total is the num
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -21,10 +22,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from collectives.base.places import Spot
+from collectives.transport.stores.meeting import Meeting
+from collectives.transport.tcp.authentication import make_key
 from tests.support.launching.mpirun import ROOT, run_command
 from tests.support.launching.ports import free_port
 
 PATIENCE = 30.0
+KEY = make_key()
 PROGRAM = """
 import sys, time
 from pathlib import Path
@@ -105,13 +110,13 @@ class Processes:
 
     def __init__(self, folder: Path, **variables: object) -> None:
         (folder / "program.py").write_text(PROGRAM)
-        self._folder, self._all = folder, list[Process]()
+        self._folder, self._all, self.port = folder, list[Process](), free_port()
         kept = {name: value for name, value in os.environ.items() if not name.startswith("COLLECTIVES_")}
         self._environment = kept | {
             "PYTHONPATH": str(ROOT),
             "XDG_CONFIG_HOME": str(folder),
             "COLLECTIVES_ELASTIC": "1",
-            "COLLECTIVES_RENDEZVOUS": f"tcp://127.0.0.1:{free_port()}",
+            "COLLECTIVES_RENDEZVOUS": f"tcp://127.0.0.1:{self.port}",
             "COLLECTIVES_PEER_TIMEOUT": "2",
             "COLLECTIVES_ELASTIC_TIMEOUT": "20",
             **_texts(variables),
@@ -189,6 +194,25 @@ def test_one_of_two_goes_on_with_a_newcomer(tmp_path: Path) -> None:
         again = job.start(COLLECTIVES_RANK=1, COLLECTIVES_SIZE=2)
         job.form(2, (0, 2), [ranks[0], again])
         job.finish([ranks[0], again])
+
+
+def test_rank_0_that_is_started_again_elsewhere_is_sent_to_the_job(tmp_path: Path) -> None:
+    """It serves a store of its own at first, and the others that meet there are sent to the job with it."""
+    with processes(tmp_path, COLLECTIVES_KEY=KEY.hex()) as job:
+        first = job.first(1)
+        port = free_port()
+        there = {"COLLECTIVES_RENDEZVOUS": f"tcp://127.0.0.1:{port}", "COLLECTIVES_SIZE": 3}
+        again = [job.start(COLLECTIVES_RANK=rank, **there) for rank in (0, 1)]
+        meeting = Meeting(Spot(-1, 0, "this test", "127.0.0.1", (port,)), KEY, PATIENCE)
+        store = meeting.connect()
+        store.wait(["elastic/said/0/1", "elastic/said/1/1"])
+        store.set("elastic/moved/to", json.dumps(["127.0.0.1", job.port]).encode())
+        meeting.close()
+        for process in again:
+            process.prints("here [12]")
+        members = first[0].prints("generation . of 0 ([12]) ([12]) here")
+        assert {members.group(1), members.group(2)} == {"1", "2"}
+        job.finish([*first, *again])
 
 
 def test_any_quorum_goes_on_alone(tmp_path: Path) -> None:

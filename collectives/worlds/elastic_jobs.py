@@ -20,13 +20,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from collectives.base.config import Config, parse_address
 from collectives.base.errors import (
+    CollectivesError,
     CollectiveTimeoutError,
     InvalidArgumentError,
     RankFailedError,

@@ -191,13 +191,12 @@ class Job:
         strike.victim, strike.time, strike.generation = record["member"], record["time"], record["generation"]
         if death.row in STOPS:
             self._wake(strike)
+        woken = 0.0
         if death.row in STOPS:
-            self.until(
-                lambda: self._gone(strike.victim) or self.find(strike.victim, "woken"), "the victim wakes or dies"
-            )
-        woken = self.find(strike.victim, "woken")
+            self.until(lambda: self._gone(strike.victim) or self._woken(strike), "the stop is over")
+            woken = self._woken(strike)
         if woken and not self._gone(strike.victim):
-            self.until(lambda: self.settled(since=woken["time"]), f"the ranks go on after {death}")
+            self.until(partial(self.settled, since=woken), f"the ranks go on after {death}")
             if death.row == "stop" and self._gone(strike.victim):
                 self.outcome.problems.append(f"member {strike.victim} was stopped for {death.seconds:.2f} s, and died")
         else:
@@ -213,6 +212,11 @@ class Job:
 
     def _gone(self, member: int) -> bool:
         return any(event["member"] == member for kind in ("died", "left") for event in self.events(kind))
+
+    def _woken(self, strike: Strike) -> float:
+        """When a stopped victim has gone on; 0: it has not."""
+        record = self.find(strike.victim, "woken", strike.time)
+        return float(record["time"]) if record else 0.0
 
     def _wake(self, strike: Strike) -> None:
         """Wait as long as the victim is to be stopped, and wake it."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.chaos.deaths import HOST_ENDS
+from benchmarks.chaos.deaths import HOST_ENDS, STOPS
 from benchmarks.chaos.job import Outcome, Record, Strike
 from benchmarks.chaos.training import SIZES, after
 
@@ -79,7 +79,7 @@ def _code(outcome: Outcome) -> list[str]:
         return [f"the last rank ended {outcome.seconds:.1f} s after its launcher"] if late else []
     if end in ("all die", "start"):
         wrong = [] if code else ["exit code 0, although all ranks have died"]
-        named = "all ranks have ended" if end == "all die" else "member 1 on"
+        named = "was killed by signal 9" if end == "all die" else "member 1 on"
         return wrong + ([] if named in outcome.output else [f"the launcher does not say: {named!r}"])
     return [f"exit code {code}"] if code else []
 
@@ -162,12 +162,15 @@ def _named(outcome: Outcome, strike: Strike) -> list[str]:
     for member in members:  # who has died first may still be what others learn of
         dies = [record for record in outcome.records.get(member, []) if record["what"] == "dies"]
         lost |= {member for record in dies if record["generation"] == strike.generation}
+    words = "hosts updated"
+    if strike.death.row in STOPS:  # who is waited for in vain may wait as well
+        words += "|CollectiveTimeoutError"
     victim = "|".join(rf"\brank {members.index(member)}\b|\bmember {member}\b" for member in lost)
     return [
         f"{strike.death} of member {strike.victim}, rank {members.index(strike.victim)} of generation "
         f"{strike.generation}: member {member} says {record['text']!r}"
         for member, record in _ends(outcome, strike)
-        if not re.search(victim, record["text"].partition(": ")[2]) and "hosts updated" not in record["text"]
+        if not re.search(victim, record["text"].partition(": ")[2]) and not re.search(words, record["text"])
     ]
 
 

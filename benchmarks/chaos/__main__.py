@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument(
         "--output", type=Path, metavar="DIR", help="for the plot, the JSON file, and output of wrong jobs"
     )
+    flags.add_argument("--retry", action="store_true", help="retry steps, so that none is lost; else return to commits")
     flags.add_argument("--scale", action="store_true", help=f"run one job with {', '.join(map(str, _SIZES))} ranks")
     flags.add_count("--remakes", default=0, least=0, help="make and end so many worlds in the same two processes")
     chosen = flags.parse_args(arguments)
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen.output.mkdir(parents=True, exist_ok=True)
     if chosen.scale:
         return _tell(Result(), scale(_SIZES), chosen.output)
-    plans = _plans(chosen.count, chosen.deaths, chosen.seed, chosen.first, cells, chosen.hosts)
+    plans = _plans(chosen.count, chosen.deaths, chosen.seed, chosen.first, cells, chosen.hosts, chosen.retry)
     result = Result()
     begun, lock = time.monotonic(), threading.Lock()
 
@@ -93,12 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plans(
-    count: int, per_job: int, seed: int, first: int, only: Sequence[tuple[str, str]], hosts: int
+    count: int, per_job: int, seed: int, first: int, only: Sequence[tuple[str, str]], hosts: int, retry: bool
 ) -> Iterator[Plan]:
     """The plans of jobs that have so many deaths together."""
     number = first
     while count > 0:
-        plan = draw(number, seed, min(per_job, count), only, hosts=hosts)
+        plan = draw(number, seed, min(per_job, count), only, hosts=hosts, retry=retry)
         yield plan
         count -= len(plan.deaths) + bool(plan.end)
         number += 1

@@ -64,6 +64,7 @@ class Plan:
         largest: the most ranks.
         tcp: whether every rank counts as a host of its own.
         deaths: in order; each leaves ranks that go on.
+        retry: whether survivors retry steps, instead of returning to the last commit.
         end: how it ends: one of `ENDS` or `HOST_ENDS`, or "" for when it is done.
     """
 
@@ -73,12 +74,16 @@ class Plan:
     tcp: bool
     deaths: tuple[Death, ...]
     end: str = ""
+    retry: bool = False
 
     def __str__(self) -> str:
-        return f"job {self.number} of seed {self.seed}, {'TCP' if self.tcp else 'memory'}, up to {self.largest} ranks"
+        how = f"{'TCP' if self.tcp else 'memory'}{', retried' if self.retry else ''}"
+        return f"job {self.number} of seed {self.seed}, {how}, up to {self.largest} ranks"
 
 
-def draw(number: int, seed: int, count: int, only: Sequence[tuple[str, str]], *, hosts: int = 0) -> Plan:
+def draw(
+    number: int, seed: int, count: int, only: Sequence[tuple[str, str]], *, hosts: int = 0, retry: bool = False
+) -> Plan:
     """Return the plan of a job of ``count`` deaths; ``only``: pairs of rows and columns, each "" for any."""
     random = Random(f"chaos {seed} {number}")
     ends = [end for end in (*ENDS, *(HOST_ENDS if hosts else ())) if not only or (end, "") in only]
@@ -97,7 +102,7 @@ def draw(number: int, seed: int, count: int, only: Sequence[tuple[str, str]], *,
     deaths = [
         death if death.row != "exit 0" else replace(death, row="_exit") for death in deaths if death not in leaves[:1]
     ] + leaves[:1]
-    return Plan(number, seed, random.choice((3, 4, 4)), bool(hosts) or number % 3 == 2, tuple(deaths), end)
+    return Plan(number, seed, random.choice((3, 4, 4)), bool(hosts) or number % 3 == 2, tuple(deaths), end, retry)
 
 
 def _death(random: Random, cells: Sequence[tuple[str, str]]) -> Death:

@@ -309,6 +309,7 @@ class Job:
         self.place(places or self._places())
         launcher += ["--host-discovery-script", f"cat {self.folder / 'hosts'}"]
         command = [*launcher, sys.executable, "-m", "benchmarks.chaos.rank", str(self.folder)]
+        command.append("retry" if self.plan.retry else "restore")
         output = self.folder / "output"
         with output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -389,7 +390,8 @@ def run(plan: Plan, hosts: Hosts | None = None) -> Outcome:
         job = Job(plan, Path(name), hosts)
         if plan.end == "start":
             job.arm(0, Death("kill", "init", 0.0, 0.5), 1)
-        with job.running():
+        # Alone, a survivor retries as well: it never has to wait for newcomers, and to return to a commit with them.
+        with job.running(smallest=1 if plan.retry else _SMALLEST):
             try:
                 for number, death in enumerate(plan.deaths):
                     job.strike(number, death)

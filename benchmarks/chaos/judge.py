@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.chaos.deaths import HOST_ENDS, STOPS
@@ -58,7 +59,7 @@ def problems(outcome: Outcome) -> list[str]:
     wrong = [*outcome.problems]
     if outcome.code is not None:
         wrong += _code(outcome)
-    wrong += _generations(outcome)
+    wrong += _retried(outcome) if outcome.plan.retry else _generations(outcome)
     wrong += [text for strike in outcome.strikes for text in _named(outcome, strike)]
     for member, records in outcome.records.items():
         for record in records:
@@ -131,6 +132,27 @@ def _generations(outcome: Outcome) -> list[str]:
         ends = {(record["step"], *record["numbers"]) for member in outcome.records for record in _done(outcome, member)}
         if len(ends) != 1:
             wrong.append(f"the last states of the ranks: {sorted(ends)}")
+    return wrong
+
+
+def _retried(outcome: Outcome) -> list[str]:
+    """Check each step that ranks have retried, or not: that no rank has lost one, and what it has made of the state."""
+    wrong, at = [], {0: [0] * len(SIZES)}
+    steps = [
+        (record["step"], member, record)
+        for member, records in outcome.records.items()
+        for record in records
+        if record["what"] == "step"
+    ]
+    for step, member, record in sorted(steps, key=lambda one: one[0]):
+        at.setdefault(step, after(at[step - 1], record["by"], step - 1) if step - 1 in at else [])
+        if record["numbers"] != at[step]:
+            wrong.append(f"member {member}, step {step}: {record['numbers']}, but another rank has {at[step]}")
+    for member, records in outcome.records.items():
+        own = [record["step"] for record in records if record["what"] == "step"]
+        lost = [step for before, step in pairwise(own) if step != before + 1]
+        if lost:
+            wrong.append(f"member {member} has repeated or left out steps before {lost}")
     return wrong
 
 

@@ -1,6 +1,6 @@
 """A rank of a job of `benchmarks.chaos`: it trains, records what it sees, and dies where it is told to.
 
-    python -m benchmarks.chaos.rank FOLDER
+    python -m benchmarks.chaos.rank FOLDER RECOVER
 
 The folder's file "armed" names the next death, "stop" says that the training is done. Records are lines of JSON in
 "log-MEMBER".
@@ -24,7 +24,9 @@ import numpy as np
 import collectives as hvd
 from benchmarks.chaos.training import COMMIT_EVERY, FUSED, SIZES, share, total
 from collectives import elastic
+from collectives.elastic import retry
 from collectives.worlds import generations
+from collectives.worlds.elastic_jobs import Job
 
 ARMED, STOP = "armed", "stop"
 _AT_FIRST = 0.005
@@ -197,49 +199,91 @@ class State(elastic.ObjectState):
 
 
 class Step:
-    """The operations of one generation's steps."""
+    """The operations of one generation's steps, or of several where steps are retried.
 
-    def __init__(self, state: State, members: Sequence[int], member: int, log: Log, fuse: Fuse) -> None:
-        self._state, self._members, self._member, self._log, self._fuse = state, members, member, log, fuse
+    Attributes:
+        stops: whether the training is done.
+    """
+
+    def __init__(self, job: Job, state: State, log: Log, fuse: Fuse, stop: Path) -> None:
+        self._job, self._state, self._log, self._fuse, self._stop = job, state, log, fuse, stop
+        self.stops = False
         self._given = {part: np.empty(count) for part, count in SIZES.items()}
         self._sum = np.empty(SIZES["persistent"])
         self._persistent = hvd.allreduce_init(self._sum, op=hvd.Sum)
+        self._tried: list[tuple[int, ...]] = []
+        """The members of the generations in which the present step was tried."""
+        self._before = 0
+        """What the part "mapped" was before it."""
 
     def run(self) -> None:
         """Do one step."""
-        state, step, during = self._state, self._state.step, self._fuse.during
-        with during("user code"):
-            own = share(self._member, step)
+        state, steps = self._state, retry.steps()
+        with self._fuse.during("user code"):
+            own = share(self._job.member, state.step)
             for part, given in self._given.items():
                 np.multiply(_PATTERNS[part], own, out=given)
-        with during("blocking"):
-            self._add("blocking", hvd.allreduce(self._given["blocking"], op=hvd.Sum))
-        with during("fused"):
-            parts = np.split(self._given["fused"], FUSED)
-            handles = [hvd.allreduce_async(part, op=hvd.Sum, name=f"fused.{n}") for n, part in enumerate(parts)]
-            self._add("fused", np.concatenate([hvd.synchronize(handle) for handle in handles]))
-        with during("mapped"):
-            state.mapped += self._given["mapped"]
-            hvd.allreduce_(state.mapped, op=hvd.Max)
-        with during("persistent"):
-            np.copyto(self._sum, self._given["persistent"])
-            self._persistent.start()
-            self._persistent.wait()
-            self._add("persistent", self._sum)
-        with during("large"):
-            self._add("large", hvd.allreduce(self._given["large"], op=hvd.Sum))
+        self._tried.clear()
+        self._before = int(state.mapped[0])
+        results = self._reduced(False) if steps is None else steps.reduce("step", lambda: self._reduced(True))
+        members = next((tried for tried in self._tried if self._is_of(tried, results)), self._tried[-1])
+        for part, result in results.items():
+            self._check(part, members, result)
+            if part != "mapped":
+                getattr(state, part).__iadd__(result)
+            elif result is not state.mapped:
+                state.mapped[:] = result
         state.step += 1
+        if steps is not None:
+            self._log("step", step=state.step, by=members, **state.content())
 
-    def _add(self, part: str, result: Array) -> None:
-        number = total(part, self._members, self._state.step)
+    def _reduced(self, again: bool) -> dict[str, Array]:
+        """Combine what all ranks have; so that it can be done again, or with the state's own memory."""
+        during, given = self._fuse.during, self._given
+        results: dict[str, Array] = {}
+        self._tried.append(self._job.members)
+        with during("blocking"):
+            results["blocking"] = hvd.allreduce(given["blocking"], op=hvd.Sum)
+        with during("fused"):
+            parts = np.split(given["fused"], FUSED)
+            handles = [hvd.allreduce_async(part, op=hvd.Sum, name=f"fused.{n}") for n, part in enumerate(parts)]
+            results["fused"] = np.concatenate([hvd.synchronize(handle) for handle in handles])
+        with during("mapped"):
+            if again:
+                results["mapped"] = hvd.allreduce(self._state.mapped + given["mapped"], op=hvd.Max)
+            else:
+                self._state.mapped += given["mapped"]
+                results["mapped"] = hvd.allreduce_(self._state.mapped, op=hvd.Max)
+        with during("persistent"):
+            if again:  # a persistent operation ends with its world
+                results["persistent"] = hvd.allreduce(given["persistent"], op=hvd.Sum)
+            else:
+                np.copyto(self._sum, given["persistent"])
+                self._persistent.start()
+                self._persistent.wait()
+                results["persistent"] = self._sum
+        with during("large"):
+            results["large"] = hvd.allreduce(given["large"], op=hvd.Sum)
+        self.stops = bool(hvd.allreduce(np.array([self._stop.exists()]), op=hvd.Max)[0])
+        return results
+
+    def _is_of(self, members: Sequence[int], results: dict[str, Array]) -> bool:
+        """Whether results are those of some members, as far as one element tells."""
+        return all(result[0] == self._expected(part, members) for part, result in results.items())
+
+    def _expected(self, part: str, members: Sequence[int]) -> int:
+        return total(part, members, self._state.step) + (self._before if part == "mapped" else 0)
+
+    def _check(self, part: str, members: Sequence[int], result: Array) -> None:
+        number = self._expected(part, members)
         if not np.array_equal(result, number * _PATTERNS[part]):
             self._log("wrong", part=part, step=self._state.step, expected=number, got=result[:5].tolist())
-        getattr(self._state, part).__iadd__(result)
 
 
 def main() -> None:
     folder, member = Path(sys.argv[1]), int(os.environ["COLLECTIVES_MEMBER"])
     log = Log(folder, member)
+    recover = sys.argv[2]
     log("begun", process=os.getpid())
     fuse = Fuse(folder, member, log)
     fuse.look()
@@ -251,30 +295,38 @@ def main() -> None:
     def note(event: elastic.Event) -> None:
         log(event.kind, why=event.why, seconds=event.seconds, generation=event.generation, members=event.members)
         if event.kind == "ended":
+            if recover == "retry":
+                log("raised", generation=event.generation, text=event.why)
             fuse.look()
             fuse.begin("forming")
         elif event.kind == "renewed":
             fuse.finish("forming")
 
-    @elastic.run(reset_limit=None)
+    @elastic.run(recover=recover, reset_limit=None)
     def train(state: State) -> None:
         job = generations.job()
         assert job is not None
-        members = job.members
-        log("starts", generation=job.generation, members=members, rank=hvd.rank(), step=state.step, **state.content())
+        log(
+            "starts",
+            generation=job.generation,
+            members=job.members,
+            rank=hvd.rank(),
+            step=state.step,
+            **state.content(),
+        )
         with log.errors(job.generation):
-            step, is_first = Step(state, members, member, log, fuse), True
+            step, newest = Step(job, state, log, fuse, folder / STOP), 0
             while True:
                 fuse.look()
                 fuse.trigger()
                 step.run()
-                if is_first:
-                    log("first step", generation=job.generation)
-                    is_first = False
+                if job.generation > newest:
+                    newest = job.generation
+                    log("first step", generation=newest)
                 if state.step % COMMIT_EVERY == 0:
                     with fuse.during("commit"):
                         state.commit()
-                    if hvd.allreduce(np.array([(folder / STOP).exists()]), op=hvd.Max)[0]:
+                    if step.stops:
                         return
 
     train(state)

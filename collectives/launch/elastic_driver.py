@@ -216,7 +216,14 @@ class Driver:
             member.state = State.HERE
         else:
             member.state = State.ALONE
-            self._answer(member, {"alone": True})
+            self._answer(member, {"alone": True, "place": self._expected_place(member)})
+
+    def _expected_place(self, member: Member) -> tuple[int, int, int, int]:
+        """Return the rank, size, local rank and local size that a newcomer would have with all who live now."""
+        living = sorted(number for number, other in self.members.items() if other.state not in _ENDS)
+        size = len(living) if self.rules.largest is None else min(len(living), self.rules.largest)
+        beside = sum(self.members[number].host == member.host for number in living)
+        return min(living.index(member.number), size - 1), size, member.slot, max(beside, member.slot + 1)
 
     def _died(self, member: Member, code: int, how: str, now: float) -> None:
         """Take note of a process that has ended by itself."""

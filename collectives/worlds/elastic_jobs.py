@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from collectives.base.config import Config, parse_address
 from collectives.base.errors import (
@@ -54,6 +54,15 @@ PIECE = 5.0
 """Seconds of one request, after which the store is asked again: who is not told that the driver died, notices."""
 
 
+class Place(NamedTuple):
+    """A rank among all, and among those of its host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
 class Job:
     """This process's part in an elastic job.
 
@@ -67,6 +76,7 @@ class Job:
         members: its members, by rank. ``born``: the generation in which each of them was admitted.
         notices: how many of the driver's notices have come.
         came_late: whether this member has come when a generation ran.
+        expected: while it waits to be admitted: the place that it will have, if nobody comes or goes before.
         on_death: called in another thread when a member of a generation has died, with the generation and a sentence.
     """
 
@@ -82,6 +92,7 @@ class Job:
         self.born: tuple[int, ...] = ()
         self.notices = 0
         self.came_late = False
+        self.expected: Place | None = None
         self._news: dict[int, int] = {}
         self._over = (0, "")
         """The generation that has ended last, as far as notices say, and why."""
@@ -113,7 +124,10 @@ class Job:
         self.watch()
         answer = self._ask("here")
         self.came_late = bool(answer.get("alone"))
-        return None if self.came_late else self._world(answer, config)
+        if self.came_late:
+            self.expected = Place(*answer["place"])
+            return None
+        return self._world(answer, config)
 
     def ready(self, config: Config) -> World:
         """Wait until this member is admitted, and return the world."""
@@ -134,7 +148,7 @@ class Job:
                 raise SystemExit(0)
             if "give_up" in answer:
                 raise RankFailedError(f"member {self.member}: the job cannot go on: {answer['give_up']}")
-            self.generation = int(answer["generation"])
+            self.generation, self.expected = int(answer["generation"]), None
             self.members, self.born = tuple(answer["members"]), tuple(answer["born"])
             store = _StoreOfGeneration(self._make_store(), self)
             how = f"generation {self.generation} of the elastic job"

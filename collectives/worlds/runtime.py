@@ -293,24 +293,31 @@ def world() -> World:
     return current
 
 
+def _place() -> World | elastic_jobs.Place:
+    """Where this process is among the ranks. A newcomer of an elastic job, which is alone until it is admitted, has the
+    place that it will have, because programs share out data, log and write checkpoints by it."""
+    current, job = world(), default.job
+    return current if job is None or job.expected is None else job.expected
+
+
 def rank() -> int:
     """This rank, from 0 to `size` - 1."""
-    return world().rank
+    return _place().rank
 
 
 def size() -> int:
     """The number of ranks."""
-    return world().size
+    return _place().size
 
 
 def local_rank() -> int:
     """This rank among the ranks of its host."""
-    return world().local_rank
+    return _place().local_rank
 
 
 def local_size() -> int:
     """The number of ranks on this host."""
-    return world().local_size
+    return _place().local_size
 
 
 def local_device() -> int:

@@ -59,7 +59,7 @@ else:
     def weights():
         return state.weights.tolist()
 
-resets = []
+first_place, resets = [hvd.rank(), hvd.size()], []
 state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 
 @hvd.elastic.run
@@ -79,7 +79,7 @@ def train(state):
         if hvd.rank() == 0:
             line = {name: getattr(state, name) for name in COUNTS}
             line |= dict(hostname=hostname, start_rank=start_rank, rank=hvd.rank(), size=hvd.size())
-            line |= dict(alike=all(other == weights() for other in everywhere), resets=resets)
+            line |= dict(alike=all(other == weights() for other in everywhere), first_place=first_place, resets=resets)
             with log.open("a") as file:
                 file.write(json.dumps(line) + "\\n")
             if state.epoch in plan["changes"]:
@@ -170,6 +170,7 @@ def test_torch_hosts_come_and_go_and_rank_0_is_killed(tmp_path: Path) -> None:
     assert job.column("hostname") == ["localhost", "localhost", "127.0.0.1", "127.0.0.1", "localhost"]
     assert job.column("rendezvous") == [1, 2, 3, 4, 5] and job.column("resets")[-1] == [2, 1]
     assert job.of("blacklisted")[0]["host"] == "127.0.0.1"
+    assert job.column("first_place") == [[0, 1], [0, 1], [1, 2], [1, 2], [1, 2]], "newcomers know theirs beforehand"
 
 
 @pytest.mark.parametrize("kill", [True, False])

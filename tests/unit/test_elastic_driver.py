@@ -114,7 +114,7 @@ class Play:
     def join(self, *members: int) -> None:
         """Newcomers become ready."""
         self.say("here", *members)
-        assert all(self.answers[member] == {"alone": True} for member in members)
+        assert all(self.answers[member]["alone"] for member in members)
         self.say("ready", *members)
 
     @property
@@ -169,7 +169,7 @@ def test_a_death_shrinks_the_job_and_the_replacement_comes_warm() -> None:
     job.say("ended", 0, generation=1)
     assert job.ranks == [0, 2] and job.driver.failed == []
     job.say("here", 3)
-    assert job.answers[3] == {"alone": True} and job.notices == []
+    assert job.answers[3]["alone"] and job.notices == []
     job.say("ready", 3)
     assert job.notices == [(True, False)] and 3 not in job.answers
     job.say("ended", 0, 2, why="hosts updated")
@@ -439,6 +439,15 @@ def test_but_not_for_longer_than_the_grace() -> None:
     job.join(2)
     job.wait(10)
     assert job.notices == [(True, False)]
+
+
+def test_a_newcomer_is_told_the_place_that_it_will_have() -> None:
+    job = Play("a:2 b:2", smallest=1, largest=4)
+    job.run()
+    job.exit(137, 1)
+    job.exit(137, 3)
+    job.say("here", 4, 5)
+    assert job.answers == {4: {"alone": True, "place": (2, 4, 1, 2)}, 5: {"alone": True, "place": (3, 4, 1, 2)}}
 
 
 def test_spares_wait_ready() -> None:

@@ -240,7 +240,8 @@ class Driver:
         else:
             self._bury(member, code, how, now)
             if not self._recovers:
-                self.failed = self.failed or [member.number]
+                if not self.failed:
+                    self._fail(member, code)
                 self._finish(End(code))
             elif code == 0:
                 self._left.add(member.place)

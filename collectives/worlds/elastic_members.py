@@ -45,6 +45,8 @@ from collectives.worlds.world import World
 
 SMALLEST, LARGEST, QUORUM = "COLLECTIVES_MIN_SIZE", "COLLECTIVES_MAX_SIZE", "COLLECTIVES_QUORUM"
 _LONGEST_NAP = 0.05
+_ATTEMPT = 5.0
+"""Seconds in which a store answers."""
 _SENT_EVERY = 2.0
 """Seconds between two looks for a rank 0 that was started again."""
 
@@ -131,16 +133,24 @@ class MemberJob(Job):
             InvalidArgumentError: this host has no such network interface.
         """
         host, port = self._rendezvous
-        if self._settings.rank == 0 and self._server is None:
+        if self._settings.rank == 0 and self._server is None and not self._is_served():
+            where = network.joined(host, port)
             try:
                 self._server = listening_at(host, port, self._serve)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise TransportError(
-                        f"rank 0: cannot serve a store at {network.joined(host, port)}: {error}; name a free port of "
-                        f"this host with COLLECTIVES_RENDEZVOUS=tcp://{host}:port on all ranks"
+                        f"rank 0: cannot serve a store at {where}: {error}; name a free port of this host with "
+                        f"COLLECTIVES_RENDEZVOUS=tcp://{host}:port on all ranks"
                     ) from None
             else:
+                if not self._is_served():
+                    self._server.close()
+                    self._server = None
+                    raise TransportError(
+                        f"rank 0: {socket.gethostname()} does not reach itself at {where}: rank 0 must run on the host "
+                        "that COLLECTIVES_RENDEZVOUS names"
+                    )
                 self._announced = self._rendezvous
                 self._owner = self._make_owner()
                 self._owner.begin(self._settings.size or 1)
@@ -154,6 +164,19 @@ class MemberJob(Job):
                 address = host  # by which others reach this host
             self._server = listening_at(address, 0, self._serve)
             self._announced = (address, self._server.address[1])
+
+    def _is_served(self) -> bool:
+        """Whether a process listens where the members meet; if it is no store of this job, `Meeting` says so."""
+        store = self._store_at(*self._rendezvous)
+        try:
+            store.connect(_ATTEMPT)
+        except OSError:
+            return False
+        except CollectivesError:
+            return True
+        finally:
+            store.close()
+        return True
 
     def _serve(self, host: str, port: int) -> StoreServer:
         heard = self._heard
@@ -400,9 +423,12 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def _rank_and_size(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+    rank, size = (environment.get(name, "").strip() for name in ("COLLECTIVES_RANK", "COLLECTIVES_SIZE"))
+    if rank.isdecimal() and size.isdecimal() and int(rank) >= int(size) > 0:
+        return None, None  # as of a Kubernetes set that has more replicas now
     try:
         return rendezvous.rank_and_size(environment)
     except InvalidArgumentError:
-        if environment.get("COLLECTIVES_RANK", "").strip():
+        if rank:
             raise
         return None, None

@@ -149,3 +149,11 @@ def test_an_attribute_that_cannot_be_saved_is_told_to_all() -> None:
 
     for text in run(2, of_a_rank, make_world=World):
         assert "cannot pickle 'generator' object" in text
+
+
+def test_the_newest_file_counts_where_no_rank_has_been_synchronized() -> None:
+    loaded = [Record(False, 0), Record(False, 8, True), Record(False, 6, True), Record(False, 8, True)]
+    for seen, version, _, roots in synchronized(loaded):
+        assert version == 9 and roots == [] and seen[0] <= {1, 3}
+    for seen, version, _, roots in synchronized([Record(False, 8, True), Record(True, 2)]):
+        assert (seen, version, roots) == (Owner(1).seen(), 3, [1])

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -295,7 +294,7 @@ class MemberJob(Job):
     def _keep(self) -> None:
         """Beat, and, when the store is not served any more, turn to a successor, or be it. In a thread of its own."""
         while self._owner is None:
-            store = self._make_store()
+            store = self._store_at(*self._address, waits=0.0)
             try:
                 while store.address == self._address:
                     store.set(f"elastic/beat/{self.member}", b"")
@@ -306,6 +305,8 @@ class MemberJob(Job):
                 self._lost = "" if self._turn() else str(error)
                 if self._lost:
                     return
+            except RuntimeError:
+                return  # the interpreter ends
         self._owner.run()
 
     def _come_to_know(self, store: Store) -> None:
@@ -315,10 +316,9 @@ class MemberJob(Job):
                 self._roll = json.loads(store.get("elastic/roll"))
 
     def _look_for_losses(self, store: Store) -> None:
-        key = f"elastic/g{self._present[0]}/lost"
+        generation = self._present[0]
         with suppress(CollectiveTimeoutError):
-            store.wait([key], timedelta(0))
-            self._end_generation(self._present[0], store.get(key).decode())
+            self._end_generation(generation, store.get(f"elastic/g{generation}/lost").decode())
 
     def _turn(self) -> bool:
         """Turn to the first member of the generation that lives. Returns whether there is one."""
@@ -382,8 +382,8 @@ class MemberJob(Job):
     def _make_store(self) -> Store:
         return self._store_at(*self._address)
 
-    def _store_at(self, host: str, port: int) -> Store:
-        return Store(host, port, self._key, PIECE, self._service, self._lease)
+    def _store_at(self, host: str, port: int, waits: float = PIECE) -> Store:
+        return Store(host, port, self._key, waits, self._service, self._lease)
 
 
 def from_environment(environment: Mapping[str, str]) -> Job:

@@ -117,7 +117,7 @@ class Processes:
             "XDG_CONFIG_HOME": str(folder),
             "COLLECTIVES_ELASTIC": "1",
             "COLLECTIVES_RENDEZVOUS": f"tcp://127.0.0.1:{self.port}",
-            "COLLECTIVES_PEER_TIMEOUT": "2",
+            "COLLECTIVES_PEER_TIMEOUT": "10",
             "COLLECTIVES_ELASTIC_TIMEOUT": "20",
             **_texts(variables),
         }
@@ -224,7 +224,7 @@ def test_any_quorum_goes_on_alone(tmp_path: Path) -> None:
 
 
 def test_who_was_declared_dead_and_wakes_is_told(tmp_path: Path) -> None:
-    with processes(tmp_path) as job:
+    with processes(tmp_path, COLLECTIVES_PEER_TIMEOUT=2) as job:
         ranks = job.first(3)
         ranks[1].signal(signal.SIGSTOP)
         job.form(2, (0, 2), [ranks[0], ranks[2]])

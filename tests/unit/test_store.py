@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from queue import SimpleQueue
 
 import pytest
 
@@ -75,6 +76,24 @@ def test_the_process_that_serves_hears_sets_and_drops(service: Service) -> None:
     finally:
         one.close()
         other.close()
+        server.close()
+
+
+def test_the_process_that_serves_learns_whose_connection_has_ended(service: Service) -> None:
+    lost: SimpleQueue[str] = SimpleQueue()
+    server = StoreServer(service, "127.0.0.1", 0, KEY, lost=lost.put)
+    clients = [Store(*server.address, KEY, 10.0, service) for _ in range(3)]
+    try:
+        clients[0].set("beat/0", b"")
+        clients[1].set("a", b"")
+        clients[1].set("beat/1", b"")
+        clients[2].wait(["a"])
+        for client in (clients[2], clients[1]):
+            client.close()
+        assert lost.get(timeout=10) == "beat/1"  # who has set nothing is not told of
+        clients[0].close()
+        assert lost.get(timeout=10) == "beat/0"
+    finally:
         server.close()
 
 

@@ -106,7 +106,6 @@ class Driver:
     def resume(self, generation: int, born: Mapping[int, int]) -> None:
         """Go on from another driver's newest generation; ``born`` by member, in the order of ranks. They `came`."""
         self.generation, self.ranks, self._recovers, self._ended = generation, tuple(born), True, False
-        self._notices = generation  # there was at most one in each generation, and a number is never used again
         for number, since in born.items():
             self.members[number].born, self.members[number].state = since, State.IN
 

@@ -214,7 +214,7 @@ class Job:
                     self._follow(store, error)
                 except TransportError:
                     return  # the launcher has ended; whoever watches this process ends it
-                store = self._make_store()
+                store, self.notices = self._make_store(), 0  # another driver counts its own
                 continue
             self.notices += 1
             generation = notice["generation"]

@@ -272,7 +272,7 @@ class MemberJob(Job):
             self._move(*answer["moved"])
             return self._ask(what, why, bounded, **more)
         if "members" in answer:
-            self._roll, self.notices = answer, answer["notices"]
+            self._roll = answer
         return answer
 
     def _move(self, host: str, port: int) -> None:
@@ -367,15 +367,17 @@ class MemberJob(Job):
             time.sleep(_SENT_EVERY)
 
     def _follow(self, store: Store, error: TransportError) -> None:
-        """Wait until the thread that beats has turned to another owner."""
+        """Wait until the thread that beats has turned to another owner, or for a while, if this one lives; raises if
+        there is none."""
         self._poked.set()
         backoff = Backoff()
-        while self._store is store:
+        present = self._store if store.address == self._address else store
+        while self._store is present and backoff.now < backoff.begun + self._lease:
             backoff.look()
-            if self._lost or backoff.now > backoff.begun + self._timeout:
+            if self._lost:
                 raise TransportError(
                     f"member {self.member}: no member of generation {self.generation} serves the elastic job's store: "
-                    f"the job has ended, or all others have died ({self._lost or error})"
+                    f"the job has ended, or all others have died ({self._lost})"
                 ) from error
             backoff.nap(_LONGEST_NAP)
 

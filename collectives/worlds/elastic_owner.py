@@ -83,7 +83,6 @@ class Owner:
         self._closed: set[int] = set()
         self._dead: dict[int, str] = {}
         self._roll: dict[str, Any] = {}
-        self._notices = 0
         self._moved: dict[str, Any] = {}
         """What is answered if the job goes on elsewhere."""
         self.finished = False
@@ -101,7 +100,6 @@ class Owner:
         for member, host, address in zip(roll["members"], roll["hosts"], roll["addresses"], strict=True):
             self._know(member, host, address, now)
         self._driver.resume(roll["generation"], dict(zip(roll["members"], roll["born"], strict=True)))
-        self._notices = roll["generation"]
         self._set("elastic/roll", roll)
         for member, why in dead.items():
             self._lose(member, why, now)
@@ -234,7 +232,6 @@ class Owner:
         for action in actions:
             if isinstance(action, self._terms.Set):
                 self._set(action.key, self._enrolled(action.value) if "members" in action.value else action.value)
-                self._notices += action.key.startswith("elastic/notice/")
             elif isinstance(action, self._terms.Drop):
                 self._server.drop(action.prefix)
             elif isinstance(action, self._terms.Kill):
@@ -255,7 +252,6 @@ class Owner:
                 "hosts": [self._driver.members[member].host for member in members],
                 "addresses": [self._addresses[member] for member in members],
                 "unused": self._driver.unused,
-                "notices": self._notices,
             }
             self._set("elastic/roll", self._roll)
             early, self._early = self._early, []

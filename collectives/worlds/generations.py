@@ -95,9 +95,10 @@ def renew(why: BaseException | str, record: Any = None) -> list[Any]:
 
 
 def notices() -> tuple[int, int]:
-    """How many notices the driver has given, and what those of the present generation have said: 0, or a sum of
-    `ADDED` and `REMOVED` of `collectives.worlds.elastic_jobs`."""
-    return (0, 0) if default.job is None else (default.job.notices, default.job.news)
+    """A number that grows with each notice, alike on all ranks that have heard the same, and what those of the present
+    generation have said: 0, or a sum of `ADDED` and `REMOVED` of `collectives.worlds.elastic_jobs`."""
+    job = default.job
+    return (0, 0) if job is None else (4 * job.generation + job.news, job.news)
 
 
 def finished() -> None:

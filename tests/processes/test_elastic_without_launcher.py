@@ -281,7 +281,7 @@ def test_processes_that_torchrun_starts_again_go_on_from_the_last_commit(tmp_pat
     (tmp_path / "program.py").write_text(TORCHRUN_PROGRAM)
     words = ["--standalone", "--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "2"]
     command = [sys.executable, "-m", "torch.distributed.run", *words, str(tmp_path / "program.py"), str(tmp_path)]
-    printed = run_command(command, timeout=60).output
+    printed = run_command(command, timeout=120).output
     assert printed.count("attempt 0 begins at step 0\n") == printed.count("attempt 1 begins at step 6\n") == 2, printed
     expected = np.zeros(5)
     for step in range(10):

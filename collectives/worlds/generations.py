@@ -112,8 +112,11 @@ def _fail(generation: int, why: str) -> None:
     for one that is stopped."""
     job, world = default.job, default.world
     time.sleep(_NOTICED_WITHIN)  # the error of who notices names the rank that has died
-    if job is not None and job.generation == generation and world is not None and world is default.world:
-        world.fail(why)
+    if job is None or job.generation != generation or world is None or world is not default.world:
+        return
+    if world.failure is None:
+        with suppress(ValueError):  # the program's thread has given its memory back meanwhile
+            world.fail(why)
 
 
 def _end(why: str, failed: bool) -> None:

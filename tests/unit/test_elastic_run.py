@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from collectives.base.errors import (
 from collectives.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State, loop, retry
 from collectives.elastic.events import _listeners
 from collectives.elastic.shadow import Part
-from collectives.worlds import generations
+from collectives.worlds import generations, runtime
 
 
 class Played:
@@ -290,6 +291,25 @@ def test_what_a_rank_writes_that_wakes_late_is_undone(job: Played, monkeypatch: 
         return state.weights.tolist()
 
     assert train(state) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("failure", [None, RankFailedError("gone")])
+def test_a_death_that_is_told_while_the_world_ends_harms_nothing(
+    failure: Exception | None, job: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that listens to the driver goes on: without it, no newcomer would ever be admitted."""
+    calls: list[str] = []
+
+    def fail(why: str) -> None:
+        calls.append(why)
+        raise ValueError("operation forbidden on released memoryview object")
+
+    monkeypatch.setattr(generations, "_NOTICED_WITHIN", 0.0)
+    monkeypatch.setattr(runtime.default, "job", SimpleNamespace(generation=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime.default, "world", SimpleNamespace(failure=failure, fail=fail))
+        generations._fail(3, "member 1 has died")
+    assert len(calls) == (failure is None)
 
 
 def test_events_say_what_has_failed_in_one_line(job: Played) -> None:

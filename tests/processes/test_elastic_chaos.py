@@ -24,6 +24,13 @@ def test_survivors_go_on_from_the_newest_commit() -> None:
     assert all(one.detect is not None for one in judge.times(outcome))
 
 
+def test_retried_steps_are_not_lost() -> None:
+    outcome = run(Plan(0, 0, largest=3, tcp=True, deaths=(Death("kill", "fused", rank=0.5, delay=0.5),), retry=True))
+    assert not judge.problems(outcome), outcome.output
+    steps = [record for records in outcome.records.values() for record in records if record["what"] == "step"]
+    assert outcome.code == 0 and len({tuple(record["by"]) for record in steps}) > 1
+
+
 def job_of_two() -> Outcome:
     """What a job has recorded of which member 1 dies after step 2, and member 0 finishes with step 4."""
     together = after(after([0] * len(SIZES), [0, 1], 0), [0, 1], 1)

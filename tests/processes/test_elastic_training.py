@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launching.mpirun import run_command
+from tests.support.launching.mpirun import ROOT, run_command
 
 TRAINING = """
 import json, os, signal, sys, time
@@ -209,3 +209,13 @@ def test_a_blacklisted_host_comes_back_and_is_blacklisted_for_longer(tmp_path: P
     assert job.column("rendezvous") == [1, 2, 3, 4, 4]
     times = [float(event["text"].partition(" for ")[2].partition(" s:")[0]) for event in job.of("blacklisted")]
     assert 2 <= times[0] <= 3 and times[1] == 3
+
+
+@pytest.mark.skipif(not (find_spec("torch") and find_spec("sklearn")), reason="needs torch and scikit-learn")
+@pytest.mark.parametrize("recover", ["restore", "retry"])
+def test_the_example(recover: str) -> None:
+    example = [str(ROOT / "examples/pytorch/pytorch_elastic.py"), "--kill-at", "2", "--recover", recover]
+    launcher = [sys.executable, "-m", "collectives.launch", "-np", "2", "--min-np", "1", sys.executable]
+    output = run_command([*launcher, *example, "--epochs", "4"], timeout=60).output
+    assert "Epoch: 1\tRanks: 2" in output and "Epoch: 4\tRanks: " in output
+    assert output.count("All ranks hold the same parameters") == 1

@@ -87,8 +87,6 @@ class MemberJob(Job):
         self._owner: Owner | None = None
         self._roll: Mapping[str, Any] = {}
         """Of the newest generation that this process knows, as the owner has made it."""
-        self._present: tuple[int, World | None] = (0, None)
-        """The newest generation's world, and its number."""
         self._lost = ""
         """Why no other owner is looked for any more."""
         self._poked = WakeUp()
@@ -108,18 +106,6 @@ class MemberJob(Job):
 
     def _begin_to_beat(self) -> None:
         threading.Thread(target=self._keep, name="collectives-member", daemon=True).start()
-
-    def _world(self, answer: Mapping[str, Any], config: Config) -> World:
-        world = super()._world(answer, config)
-        self._present = (self.generation, world)
-        return world
-
-    def _end_generation(self, generation: int, why: str) -> None:
-        """Have the calls of a generation's world fail, here and on the other ranks."""
-        number, world = self._present
-        if number == generation and world is not None and world.failure is None:
-            with suppress(ValueError):  # it has ended meanwhile
-                world.fail(f"its generation has ended: {why}")
 
     # ---- the beginning
 
@@ -195,7 +181,7 @@ class MemberJob(Job):
             "majority": settings.majority,
         }
         assert self._server is not None
-        owner = Owner(self._server, self._heard, self._announced, rules, self._end_generation)
+        owner = Owner(self._server, self._heard, self._announced, rules)
         atexit.register(owner.linger)
         return owner
 
@@ -299,7 +285,6 @@ class MemberJob(Job):
                 while store.address == self._address:
                     store.set(f"elastic/beat/{self.member}", b"")
                     self._come_to_know(store)
-                    self._look_for_losses(store)
                     self._poked.wait(BEAT_EVERY)
             except TransportError as error:
                 self._lost = "" if self._turn() else str(error)
@@ -314,11 +299,6 @@ class MemberJob(Job):
         if not self.generation and self.member >= (self._settings.size or 0):
             with suppress(CollectiveTimeoutError):  # a successor does not know of its part yet
                 self._roll = json.loads(store.get("elastic/roll"))
-
-    def _look_for_losses(self, store: Store) -> None:
-        generation = self._present[0]
-        with suppress(CollectiveTimeoutError):
-            self._end_generation(generation, store.get(f"elastic/g{generation}/lost").decode())
 
     def _turn(self) -> bool:
         """Turn to the first member of the generation that lives. Returns whether there is one."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -50,7 +50,6 @@ class Owner:
         heard: what it hears.
         address: of the store; what is known of a member that has the same one is not asked of its beats.
         rules: keywords of the driver's rules; ``grace`` is also how long a member may be silent.
-        end_generation: ends a generation in this process, with a reason. The others find it in the store.
 
     Attributes:
         finished: whether this process has said that its training is done.
@@ -62,14 +61,12 @@ class Owner:
         heard: Heard,
         address: Sequence[Any],
         rules: Mapping[str, Any],
-        end_generation: Callable[[int, str], object],
     ) -> None:
         # The driver is on a higher floor, and only the process that decides needs it.
         self._terms: Any = importlib.import_module("collectives.launch.elastic_terms")
         driver: Any = importlib.import_module("collectives.launch.elastic_driver")
         hosts: Any = importlib.import_module("collectives.launch.elastic_hosts")
         self._server, self._heard, self._address = server, heard, list(address)
-        self._end_generation = end_generation
         self._lease = float(rules["grace"])
         self._driver: Any = driver.Driver(self._terms.Rules(**rules), time.monotonic(), lambda: 0.0, hosts.AnyHosts())
         self._size = 0
@@ -219,11 +216,6 @@ class Owner:
         has_ended = member.state in (self._terms.State.FINISHED, self._terms.State.GONE)
         if not has_ended:
             self._dead[number] = why
-            if number in self._driver.ranks:
-                # Who waits for a process of the same host that is stopped does not notice it.
-                text = f"member {number} on {member.host} {why}"
-                self._server.set(f"elastic/g{self._driver.generation}/lost", text.encode())
-                self._end_generation(self._driver.generation, text)
         self._carry_out(self._driver.exited(number, 0 if has_ended else 1, now, why))
 
     # ---- what is to be done

@@ -83,7 +83,7 @@ def make() -> Iterator[Callable[..., Members]]:
         heard: Heard = SimpleQueue()
         server = Server()
         rules = {"grace": PATIENCE, "elastic_timeout": 600.0, "majority": True, **rules}
-        owner = Owner(server, heard, OWN, rules, lambda generation, why: None)  # type: ignore[arg-type]
+        owner = Owner(server, heard, OWN, rules)  # type: ignore[arg-type]
         begin(owner)
         threading.Thread(target=owner.run, daemon=True).start()
         return Members(owner, heard, server)

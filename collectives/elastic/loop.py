@@ -103,7 +103,7 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                 cause: Exception | str = str(interrupt)
                 failed = False
             except Exception as error:
-                if not is_recoverable(error):
+                if not (steps.renewed or is_recoverable(error)):
                     raise
                 failures.add(error, state)
                 # A framework's error has little to say of it in its first line.

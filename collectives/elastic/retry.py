@@ -1,8 +1,8 @@
 """Collectives in which no work is lost: ranks that survive a death carry out the same ones again, in the smaller world.
 
 What ranks do together, such as combining the gradients of a step, is one call of `Steps.carry_out`, whose last part is
-a collective of all ranks. Who leaves that knows that every rank has done all before it. So of the survivors of a death,
-who tell each other how many steps of each name they have left,
+a vote: a collective of all ranks. Who leaves that knows that every rank has done all before it. So of the survivors of
+a death, who tell each other how many steps of each name they have left,
 
     some have left this one    the others have its results too, and go on
     none has                   all carry it out again, with the same values, which the caller has kept
@@ -21,7 +21,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from collectives.base.errors import RecoverableError
+from collectives.base.errors import CollectivesError, NotInitializedError, RecoverableError, in_words
+from collectives.base.options import ProcessSetLike
 from collectives.base.reduce_op import Op
 from collectives.elastic.events import renew
 from collectives.worlds import runtime
@@ -42,33 +43,45 @@ class Steps:
         self._left: Counter[str] = Counter()
         self._left_elsewhere: Counter[str] = Counter()
         """The most steps that any rank had left when the present generation began."""
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._active = 0
+        self._renewing = False
 
-    def carry_out(self, name: str, step: Callable[[], object], restore: Callable[[], object] = lambda: None) -> bool:
-        """Call ``step``, whose last collective all ranks take part in; again, where ranks die.
+    def carry_out(
+        self, name: str, step: Callable[[], object], restore: Callable[[], object] = lambda: None, *, votes: bool = True
+    ) -> bool:
+        """Call ``step``, and vote; again, where ranks die.
 
         Args:
             name: alike on all ranks.
             restore: makes this rank's values what they were before the step; called before it is repeated.
+            votes: False: ``step`` is itself one collective of all ranks, and ends as a vote does.
 
         Returns:
-            Whether this rank has left its last collective, too: not if it failed here, and other ranks had left it.
+            Whether this rank has left the last collective, too: not if it failed here, and other ranks had left it.
 
         Raises:
             RecoverableError: ranks have died, and the others cannot carry out the step again.
         """
         while True:
-            world = runtime.world()
+            world = self._begin()
+            left = False
             try:
                 step()
-                self._left[name] += 1
+                if votes:
+                    vote(world, name)
+                left = True
                 return True
-            except RecoverableError as error:
-                self._renew(world, error)
+            except (RecoverableError, NotInitializedError) as error:
+                failure = error
+            finally:
+                self._end(name, left)
+            self._renew(world, failure)
+            with self._changed:
                 if self._left_elsewhere[name] > self._left[name]:
                     self._left[name] += 1
                     return False
-                restore()
+            restore()
 
     def reduce(self, name: str, reduce: Callable[[], Result]) -> Result:
         """Call a reduction that leaves its tensors as they are, and return its result."""
@@ -76,36 +89,64 @@ class Steps:
 
         def step() -> None:
             results[:] = [reduce()]
-            vote(name)
 
         self.carry_out(name, step)
         return results[0]
 
-    def _renew(self, ended: World, error: RecoverableError) -> None:
+    def _begin(self) -> World:
+        """The world in which a step is carried out, which does not change before its end."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._renewing)
+            self._active += 1
+            return runtime.world()
+
+    def _end(self, name: str, left: bool) -> None:
+        with self._changed:
+            self._left[name] += left
+            self._active -= 1
+            self._changed.notify_all()
+
+    def _renew(self, ended: World, error: CollectivesError) -> None:
         """Leave a world for the next one, unless another thread has done so."""
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._renewing)
+            if self.renewed or not (isinstance(error, RecoverableError) or ended.failure is not None):
+                raise error
             if runtime.default.world is not ended:
                 return
-            records = renew(error, dict(self._left))
+            self._renewing = True
+        try:
+            if ended.failure is None:
+                ended.fail(in_words(ended.rank, error))  # the steps of other threads end, too
+            with self._changed:
+                self._changed.wait_for(lambda: not self._active)
+                record = dict(self._left)
+            records = renew(error, record)
             if None in records:
                 self.renewed = True
                 raise error
             self._left_elsewhere = Counter()
-            for record in records:
-                self._left_elsewhere |= Counter(record)
+            for each in records:
+                self._left_elsewhere |= Counter(each)
+        finally:
+            with self._changed:
+                self._renewing = False
+                self._changed.notify_all()
 
 
-def vote(name: str) -> None:
+def steps(process_set: ProcessSetLike | int | None = None) -> Steps | None:
+    """Those of the training function that runs; None where it returns to the last commit instead, or where not all
+    ranks take part, who would not vote."""
+    everyone = _current is not None and runtime.world_of(process_set) is runtime.default.world
+    return _current if everyone else None
+
+
+def vote(world: World, name: str) -> None:
     """A collective of all ranks, with which a step ends."""
-    runtime.world().allreduce_(np.zeros(1, np.uint8), op=Op.MAX, name=f"{name}: vote")
+    world.allreduce_(np.zeros(1, np.uint8), op=Op.MAX, name=f"{name}: vote")
 
 
 _current: Steps | None = None
-
-
-def steps() -> Steps | None:
-    """Those of the training function that runs; None where it returns to the last commit instead."""
-    return _current
 
 
 @contextmanager

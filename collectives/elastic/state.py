@@ -134,7 +134,7 @@ class State:
         steps = retry.steps()
         if steps is None:
             agree()
-        elif not steps.carry_out("elastic: host updates", agree):
+        elif not steps.carry_out(_UPDATES, agree, votes=False):
             return  # others have learnt of no update, and go on
         newest, updated, removed, added = word.tolist()
         self._last_updated_timestamp = newest

@@ -128,7 +128,7 @@ class _TorchReducer(_ArrayReducer):
 
     def _run(self, grads: list[Any], in_place: bool, name: str) -> Sequence[Any]:
         world = world_of(self._options.process_set)
-        gradients, steps = [grad.detach() for grad in grads], retry.steps()
+        gradients, steps = [grad.detach() for grad in grads], retry.steps(self._options.process_set)
         if steps is not None:  # in place nothing would be left to combine again
             return steps.reduce(
                 name,

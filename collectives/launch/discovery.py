@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import signal
 import subprocess
 import threading
@@ -37,30 +37,35 @@ def run_script(command: str, slots: int) -> Found:
         command: for the shell.
         slots: of a host for which the script says none.
     """
-    process = subprocess.Popen(
-        command,
-        shell=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=die_with_parent(),
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+    except OSError as error:
+        return f"it cannot be run: {error.strerror}"
     assert process.stdout and process.stderr
     data = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
     out, err = data
-    sources = set(data)
+    sources = selectors.DefaultSelector()
+    for file in data:
+        sources.register(file, selectors.EVENT_READ)
     end = time.monotonic() + RUN_WITHIN
     try:
-        while sources and len(data[out]) <= MOST_BYTES:
+        while sources.get_map() and len(data[out]) <= MOST_BYTES:
             left = end - time.monotonic()
             if left <= 0:
                 return f"it has not ended within {RUN_WITHIN:g} s"
-            for source in select.select(list(sources), [], [], left)[0]:
+            for source in [key.fd for key, _ in sources.select(left)]:
                 piece = os.read(source, 64 << 10)
                 data[source] = data[source] + piece if source == out else (data[source] + piece)[-_SHOWN:]
                 if not piece:
-                    sources.discard(source)
+                    sources.unregister(source)
         if len(data[out]) > MOST_BYTES:
             return f"it has printed more than {MOST_BYTES >> 20} MiB"
         try:
@@ -76,6 +81,7 @@ def run_script(command: str, slots: int) -> Found:
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+        sources.close()
         process.stdout.close()
         process.stderr.close()
         process.wait()

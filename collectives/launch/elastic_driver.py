@@ -127,6 +127,9 @@ class Driver:
             self._here(member)
         elif what == "runs":
             self._recovers = True
+            if member.state is State.FINISHED:  # the program trains once more
+                member.state = State.IN
+                self._finishing = self._closed = any(each.state is State.FINISHED for each in self.members.values())
         elif what == "ended" and member.number in self.ranks:
             member.state, member.alone = State.WAITING, bool(thing.get("alone"))
             self._end_generation(f"member {number}: {thing.get('why') or 'it has ended here'}", now, died=False)
@@ -248,7 +251,9 @@ class Driver:
                 if member.state is not State.FAILED:
                     self._blacklist(host, f"member {member.number} has failed there", now)
             elif newcomer and self.hosts.died_early(host):
-                self._blacklist(host, "several members in a row have died there before they were ready", now)
+                self.hosts.close(host)
+                text = f"host {host} gets no more members: several in a row have died there before they were ready"
+                self._event("closed", text, host=host)
 
     def _bury(self, member: Member, code: int, how: str, now: float) -> None:
         """Take note of the end of a member that has not finished, whatever the cause."""

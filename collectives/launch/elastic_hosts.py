@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collectives.launch.hosts import Host
 
 EARLY_DEATHS = 3
-"""Members in a row that may die on a host before they are ready; then it is blacklisted."""
+"""Members in a row that may die on a host before they are ready; then none is started there any more."""
 
 
 class HostTable:
@@ -28,6 +28,7 @@ class HostTable:
         self._blacklisted: dict[str, float] = {}
         self._times: dict[str, int] = {}
         self._early_deaths: dict[str, int] = {}
+        self._shut: set[str] = set()
 
     def update(self, hosts: Iterable[Host]) -> tuple[list[str], list[str]]:
         """Take over what discovery has found; return the hosts that are new and those that are gone."""
@@ -48,8 +49,12 @@ class HostTable:
                 yield from ((host, slot) for slot in range(slots))
 
     def free(self, taken: Collection[tuple[str, int]], now: float) -> list[tuple[str, int]]:
-        """Return the usable places that are not taken."""
-        return [place for place in self.places(now) if place not in taken]
+        """Return the usable places that are not taken, of hosts that still get members."""
+        return [place for place in self.places(now) if place not in taken and place[0] not in self._shut]
+
+    def close(self, host: str) -> None:
+        """Have no more members started on a host; those that are there stay."""
+        self._shut.add(host)
 
     def keeps(self, place: tuple[str, int], now: float) -> bool:
         """Whether a member may stay at its place."""

@@ -59,6 +59,7 @@ _BASES: dict[type, tuple[type, ...]] = {
     errors.NotInitializedError: (tf.errors.FailedPreconditionError,),
     errors.OperationError: (tf.errors.UnknownError,),
     errors.MismatchError: (tf.errors.FailedPreconditionError,),
+    errors.RecoverableError: (tf.errors.UnknownError,),
     errors.RankFailedError: (tf.errors.UnknownError,),
     errors.CollectiveTimeoutError: (tf.errors.UnknownError,),
     errors.TransportError: (tf.errors.UnknownError,),

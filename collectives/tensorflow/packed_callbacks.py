@@ -193,7 +193,7 @@ def _reduce(
         else:
             call.world.grouped_allreduce(arrays, out=places, parts=parts, **how)
 
-    steps = retry.steps()
+    steps = retry.steps(call.process_set)
     if steps is None or call.name is None:
         reduce()
     else:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from collectives.base.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError, RecoverableError
 from collectives.base.reduce_op import Op
 from collectives.elastic import retry
 from collectives.frontends.gradient_options import GradientOptions
@@ -175,7 +175,7 @@ class BackwardReducer:
 
     def _complete(self, slot: GradientSlot) -> None:
         """Submit or gather the slot's bucket if this was its last missing gradient."""
-        if retry.steps() is not None:
+        if self._steps() is not None:
             self._kept.keep(slot)
         bucket = slot.bucket
         if bucket is None or slot.deferred:
@@ -192,8 +192,12 @@ class BackwardReducer:
         """Submit a bucket, or gather it if it leaves with others."""
         if self._holds_back and bucket.may_wait:
             bucket.gather()
-        else:
+            return
+        try:
             bucket.submit()
+        except RecoverableError:
+            if self._steps() is None:
+                raise  # else `synchronize` finds it not submitted, and fails where the step can be repeated
 
     def _may_submit(self, bucket: GradientBucket) -> bool:
         """Whether a bucket may be submitted: the ranks must first agree on a gradient that turns out to be sparse."""
@@ -266,7 +270,7 @@ class BackwardReducer:
         with self._synchronizing:
             if self.combined:  # another thread has combined them
                 return
-            steps = retry.steps()
+            steps = self._steps()
             if steps is None:
                 self._combine(reads, applies)
                 return
@@ -274,14 +278,13 @@ class BackwardReducer:
                 if slot.bucket is None or not slot.bucket.in_flight:
                     self._kept.keep(slot)
 
-            def combine() -> None:
-                self._combine(reads, applies)
-                retry.vote(self._options.name)
-
             try:
-                steps.carry_out(self._options.name, combine, self._restore)
+                steps.carry_out(self._options.name, lambda: self._combine(reads, applies), self._restore)
             finally:
                 self._kept.forget()
+
+    def _steps(self) -> retry.Steps | None:
+        return retry.steps(self._options.process_set)
 
     def _restore(self) -> None:
         """Make gradients this rank's own again, which were combined, or partly."""

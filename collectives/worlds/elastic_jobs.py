@@ -50,6 +50,8 @@ ADDED, REMOVED = 2, 1
 DEFAULT_TIMEOUT = 600.0
 BEYOND = 60.0
 """Seconds by which a member outwaits the driver, which says more."""
+_PAUSE = 1.0
+"""Seconds until a launcher that does not answer is asked again."""
 PIECE = 5.0
 """Seconds of one request, after which the store is asked again: who is not told that the driver died, notices."""
 
@@ -81,6 +83,8 @@ class Job:
     """
 
     on_death: Callable[[int, str], object] = staticmethod(lambda generation, why: None)
+    _launched = True
+    """Whether a launcher is the driver."""
     _DRIVER, _SETTING = "the launcher", "see what it has printed, or raise --elastic-timeout"
     """For messages: who decides, and what to do if it does not answer."""
 
@@ -136,9 +140,9 @@ class Job:
     def next(self, why: str, config: Config, *, alone: bool = False) -> World:
         """The world after the present generation, which has ended here; ``alone``: without newcomers, if they are not
         needed and all members say so."""
-        return self._world(self._ask("ended", why, alone=alone), config)
+        return self._world(self._ask("ended", why, alone=alone), config, alone)
 
-    def _world(self, answer: Mapping[str, Any], config: Config) -> World:
+    def _world(self, answer: Mapping[str, Any], config: Config, alone: bool = False) -> World:
         """The world of the generation that the driver has answered with, or of a later one, if ranks die meanwhile."""
         from collectives.worlds.connections import Connection
 
@@ -156,7 +160,7 @@ class Job:
                 rank = self.members.index(self.member)
                 return Connection(store, rank, len(self.members), config, how, key=self._key).world
             except RecoverableError as error:
-                answer = self._ask("ended", f"it could not be formed: {in_words(rank, error)}")
+                answer = self._ask("ended", f"it could not be formed: {in_words(rank, error)}", alone=alone)
             finally:
                 store.close()
 
@@ -166,7 +170,7 @@ class Job:
         """Say what needs no answer; returns how much has been said. ``store``: a client of the thread's own."""
         with self._lock:
             self._said += 1
-            text = {"what": what, "generation": self.generation, "why": why, **more}
+            text = {"what": what, "why": why, "generation": self.generation, **more}
             (store or self._store).set(f"elastic/said/{self.member}/{self._said}", json.dumps(text).encode())
             return self._said
 
@@ -175,8 +179,8 @@ class Job:
         key, store = "", None
         while True:
             try:
-                if store is not self._store:  # else another driver has to hear it
-                    store = self._store
+                if not key or store is not self._store:  # another driver has to hear it, too
+                    key, store = "", self._store
                     key = f"elastic/answer/{self.member}/{self.say(what, why, **more)}"
                 answer: dict[str, Any] = json.loads(store.get(key))
                 return answer
@@ -213,7 +217,10 @@ class Job:
                 try:
                     self._follow(store, error)
                 except TransportError:
-                    return  # the launcher has ended; whoever watches this process ends it
+                    if not self._launched:
+                        return
+                    time.sleep(_PAUSE)  # the launcher is stopped, or has ended: then the agent ends this process
+                    continue
                 store, self.notices = self._make_store(), 0  # another driver counts its own
                 continue
             self.notices += 1
@@ -221,7 +228,7 @@ class Job:
             if "over" in notice:
                 self._over = generation, notice["over"]
                 with suppress(CollectivesError):
-                    self.say("alive", store=store)
+                    self.say("alive", store=store, generation=generation)
                 if notice["died"]:
                     self.on_death(generation, notice["over"])
                 continue

@@ -73,6 +73,7 @@ class Settings(NamedTuple):
 class MemberJob(Job):
     """This process's part in such a job; other arguments as of `Job`."""
 
+    _launched = False
     _DRIVER, _SETTING = "the member that serves the store", f"see what it has logged, or raise {TIMEOUT}"
 
     def __init__(self, host: str, port: int, key: bytes, settings: Settings) -> None:

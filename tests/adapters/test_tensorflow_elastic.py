@@ -69,8 +69,9 @@ def test_a_model_and_an_optimizer_of_a_newcomer(hvd: Any) -> None:
     step()
     state.batch = 1
     state.commit()
+    later = make(5.0)  # on all ranks: Keras numbers what a process makes
     if newcomer:
-        model, optimizer = make(5.0)
+        model, optimizer = later
         state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
     state.sync()
     values = [np.asarray(each).tolist() for each in [*model.variables, *optimizer.variables]]

@@ -269,7 +269,7 @@ def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd: Any, monkeypatch: p
 
     calls: list[tuple[Any, str, Callable[[], Any]]] = [
         (torch, "cat", lambda: hvd.broadcast_parameters(model.state_dict(), 0)),
-        (optimizer_state, "_put_together", lambda: hvd.broadcast_optimizer_state(optimizer, 0)),
+        (optimizer_state, "put_together", lambda: hvd.broadcast_optimizer_state(optimizer, 0)),
         (
             torch.Tensor,
             "coalesce",

@@ -134,10 +134,10 @@ def dies(member, step, place):
 
 now, vote = [""], retry.vote
 
-def watched_vote(name):
+def watched_vote(world, name):
     now[0] = "before the vote"
     dies(2, 6, "before the vote")
-    vote(name)
+    vote(world, name)
     now[0] = "after the vote"
     dies(3, 8, "after the vote")
 

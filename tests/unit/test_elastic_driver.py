@@ -515,7 +515,7 @@ def test_fewer_slots_are_a_removal() -> None:
     assert job.ranks == [0, 1] and "stop" in job.answers[2]
 
 
-def test_three_early_deaths_blacklist_a_host() -> None:
+def test_after_three_early_deaths_a_host_gets_no_more_members() -> None:
     job = Play("a:1 b:1", smallest=1, largest=2)
     job.run()
     job.exit(1, 1)
@@ -523,8 +523,31 @@ def test_three_early_deaths_blacklist_a_host() -> None:
     for victim in (2, 3, 4):
         assert victim in job.alive
         job.exit(1, victim)
-    assert list(job.alive) == [0] and "several members in a row" in job.kinds("blacklisted")[0]
+    assert list(job.alive) == [0] and "several in a row" in job.kinds("closed")[0]
     assert EARLY_DEATHS == 3
+
+
+def test_who_is_there_stays_after_early_deaths() -> None:
+    job = Play("a:3", smallest=1)
+    job.run()
+    job.exit(1, 2)
+    job.say("ended", 0, 1)
+    for victim in (3, 4, 5):
+        job.exit(1, victim)
+    assert list(job.alive) == [0, 1] and job.ranks == [0, 1] and not job.notices and not job.killed
+
+
+def test_a_program_may_train_twice() -> None:
+    job = Play("a:3", smallest=1)
+    job.run()
+    job.say("finished", 0, 1, 2)
+    job.say("runs", 0, 1, 2)
+    job.exit(137, 1)
+    assert list(job.alive) == [0, 2, 3], "it is replaced"
+    job.say("ended", 0)
+    assert job.ranks == [0, 1, 2]
+    job.say("ended", 2)
+    assert job.ranks == [0, 2]
 
 
 def test_a_lost_host_is_blacklisted_and_the_job_goes_on_elsewhere() -> None:

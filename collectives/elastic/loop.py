@@ -97,8 +97,6 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                 state.sync()
                 with retry.retrying(recover == "retry") as steps:
                     result = func(state, *args, **kwargs)
-                generations.finished()
-                return result
             except HostsUpdatedInterrupt as interrupt:
                 cause: Exception | str = str(interrupt)
                 failed = False
@@ -109,6 +107,9 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                 # A framework's error has little to say of it in its first line.
                 cause = error if isinstance(error, RecoverableError) else runtime.world().failure or error
                 failed = True
+            else:
+                generations.finished()
+                return result
             if not steps.renewed:
                 renew(cause)
             changed = True

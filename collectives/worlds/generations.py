@@ -111,6 +111,8 @@ def _fail(generation: int, why: str) -> None:
     """Fail the default world, of whose generation a member has died, unless the ranks notice soon: this one may wait
     for one that is stopped."""
     job, world = default.job, default.world
+    if job is None or job.generation != generation:
+        return
     time.sleep(_NOTICED_WITHIN)  # the error of who notices names the rank that has died
     if job is None or job.generation != generation or world is None or world is not default.world:
         return

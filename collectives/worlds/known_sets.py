@@ -63,6 +63,13 @@ class KnownSets:
             raise root.refused(error, None) from None
         self._make(members, root, ranks)
 
+    def foresee(self, process_sets: Sequence[ProcessSet], root: World) -> None:
+        """Number sets in ``root``, the world of a process that is not admitted to an elastic job yet, as of this
+        process alone; `remake` makes them those of the other ranks."""
+        for number, members in enumerate(process_sets, max(self._sets) + 1):
+            members.attach(number, root, root)
+            self._sets[number] = members
+
     def add_first(self, process_sets: Sequence[ProcessSet], root: World, comm: Any) -> None:
         """Make the sets that `init` was given, with the communicator or ranks ``comm`` that it was given.
 

@@ -199,11 +199,14 @@ def init(
             default.joining = False
         logging.place(world.rank)
         _log_description(world)
-    if world.config.timeline and (default.job is None or default.job.generation):
+    if world.config.timeline and not _is_newcomer():
         world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles)
     if sets:
         with interrupts.deferred():
-            default.known.add_first(sets, world, default.comm)
+            if _is_newcomer():
+                default.known.foresee(sets, world)
+            else:
+                default.known.add_first(sets, world, default.comm)
 
 
 def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Asked) -> World:
@@ -230,6 +233,11 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Ask
         raise
     default.interrupted = False
     return world
+
+
+def _is_newcomer() -> bool:
+    """Whether this process waits to be admitted to an elastic job, and is alone until then."""
+    return default.job is not None and not default.job.generation
 
 
 def _job_of_environment() -> elastic_jobs.Job | None:
@@ -437,7 +445,10 @@ def add_process_set(process_set: ProcessSet | Iterable[int], *, unlike: bool = F
     except (InvalidTypeError, InvalidArgumentError) as error:
         raise root.refused(error, None) from None
     with interrupts.deferred():
-        default.known.add(members, root, unlike)
+        if _is_newcomer():
+            default.known.foresee([members], root)
+        else:
+            default.known.add(members, root, unlike)
     return members
 
 

@@ -17,9 +17,11 @@ import numpy as np
 import collectives as hvd
 from collectives.worlds import generations
 
-hvd.init()
-was_alone = generations.enter()
+first = hvd.ProcessSet([0, 1])
+hvd.init(process_sets=[first])
 job = generations.job()
+early = hvd.add_process_set([0, 2]) if job.came_late else None  # as its program does before the training
+was_alone = generations.enter()
 
 def kill_member(number):
     if job.member == number:
@@ -39,7 +41,7 @@ def fails(function):
 SETS = """
 if not was_alone:
     assert job.members == (0, 1, 2) and job.generation == 1
-    low, high, gone = hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2]), hvd.add_process_set([1])
+    low, high, gone = first, hvd.add_process_set([1, 2]), hvd.add_process_set([1])
     assert total() == 3.0
     kept = [hvd.allreduce_async(np.ones(5), name=f"in flight {number}") for number in range(3)]
     kill_member(1)
@@ -61,6 +63,8 @@ if not was_alone:
     assert generations.notices()[1] in (0, 2)  # on some rank
     generations.renew("hosts updated")
 assert job.members == (0, 2, 3) and job.generation == 3 and hvd.size() == 3
+assert first.ranks == [0] and first.included() is (job.member == 0)
+assert early is None or early.ranks == [1] and not early.included()
 assert total() == 5.0
 later = hvd.add_process_set([0, 2])
 assert later.process_set_id == 3

@@ -36,6 +36,7 @@ for command in {commands!r}:
             from accelerate.state import AcceleratorState
             AcceleratorState._reset_state(reset_partial_state=True)
         if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # over gloo a rank that still waits for one that has left waits for ever
             torch.distributed.destroy_process_group()
     if len(trained) == 2:
         ours, expected = (trained[backend].state_dict() for backend in ("collectives", "gloo"))

@@ -28,6 +28,8 @@ from collectives.elastic.events import renew
 from collectives.worlds import runtime
 from collectives.worlds.world import World
 
+_ENDED_WITHIN = 60.0
+"""Seconds in which the steps of other threads end whose world has failed."""
 Result = TypeVar("Result")
 
 
@@ -97,8 +99,9 @@ class Steps:
         """The world in which a step is carried out, which does not change before its end."""
         with self._changed:
             self._changed.wait_for(lambda: not self._renewing)
+            world = runtime.world()
             self._active += 1
-            return runtime.world()
+            return world
 
     def _end(self, name: str, left: bool) -> None:
         with self._changed:
@@ -119,7 +122,8 @@ class Steps:
             if ended.failure is None:
                 ended.fail(in_words(ended.rank, error))  # the steps of other threads end, too
             with self._changed:
-                self._changed.wait_for(lambda: not self._active)
+                if not self._changed.wait_for(lambda: not self._active, _ENDED_WITHIN):
+                    raise error
                 record = dict(self._left)
             records = renew(error, record)
             if None in records:

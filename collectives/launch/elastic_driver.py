@@ -272,7 +272,7 @@ class Driver:
 
     def _kill(self, member: Member, why: str, now: float) -> None:
         self._bury(member, _KILLED, why, now)
-        member.state = State.GONE
+        member.state, member.since = State.GONE, now
         self._actions.append(Kill(member.number))
 
     def _blacklist(self, host: str, why: str, now: float) -> None:
@@ -351,7 +351,7 @@ class Driver:
                 self._wait(missing, 0, now)
             return
         killed = [rank for rank in self.ranks if rank in self.members and self._state(rank) is State.GONE]
-        if killed and self._ends_by is not None and now < self._ends_by + _KILLED_WITHIN:
+        if any(now < self.members[rank].since + _KILLED_WITHIN for rank in killed):
             return  # a stopped process that wakes before it dies could write into its peers' memory
         waiting = [self.members[rank] for rank in self.ranks if self._state(rank) is State.WAITING]
         if not waiting:

@@ -7,9 +7,9 @@ the launcher's store, and wait there for its answer:
     here, ready, ended    -> which generation the member is in; that it is alone for now; that it is to stop
     runs, alive, failed, finished    are not answered
 
-Each member has a thread that waits for the driver's *notices*: that a generation has ended, which it fails here at once
-if a member has died, and answers by ``alive``, so that the driver waits for a rank that computes; or that the
-generation shall end at its next commit.
+Each member has a thread that waits for the driver's *notices*. One says that a generation has ended: the thread answers
+``alive``, so that the driver waits for a rank that computes, and fails the world if a member has died and its ranks do
+not notice. Another one says that the generation shall end at its next commit.
 
 A generation's ranks meet at the same store, under keys that no other generation uses.
 """

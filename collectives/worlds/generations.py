@@ -114,9 +114,7 @@ def _fail(generation: int, why: str) -> None:
     if job is None or job.generation != generation:
         return
     time.sleep(_NOTICED_WITHIN)  # the error of who notices names the rank that has died
-    if job is None or job.generation != generation or world is None or world is not default.world:
-        return
-    if world.failure is None:
+    if job.generation == generation and world is not None and world is default.world and world.failure is None:
         with suppress(ValueError):  # the program's thread has given its memory back meanwhile
             world.fail(why)
 

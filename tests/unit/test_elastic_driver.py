@@ -299,8 +299,11 @@ def test_but_not_for_ever() -> None:
     play.run()
     play.say("ended", 0, 1)
     play.do(play.driver.said(2, 3, {"what": "alive", "generation": 1}, play.now))
-    play.wait(100)
-    assert play.killed == [2] and play.generations == [[0, 1, 2], [0, 1]]
+    play.now += 100
+    play.do(play.driver.tick(play.now))
+    assert play.killed == [2] and play.generations == [[0, 1, 2]], "until it has ended"
+    play.exit(137, 2)
+    assert play.generations == [[0, 1, 2], [0, 1]]
 
 
 def test_a_failed_forming_is_followed_by_the_next() -> None:

@@ -183,16 +183,23 @@ class ElasticAgents(Agents):
             file.write(f"{line}\n")
 
     def _begin(self, start: Start) -> None:
-        """Start a member, and an agent on its host if there is none."""
+        """Start a member, and an agent on its host if there is none; a host from which this one cannot be reached is
+        lost."""
+        remote = "" if ssh.is_here(start.host) else start.host
+        try:
+            variables = self._variables(start, remote)
+        except (InvalidArgumentError, OSError) as error:
+            self._carry_out(self._driver.host_lost(start.host, f"cannot use {start.host}: {error}", time.monotonic()))
+            return
         one = self._by_host.get(start.host)
         if one is None:
-            one = HostAgent(HostRanks("" if ssh.is_here(start.host) else start.host, ()), self.environment, self.remote)
+            one = HostAgent(HostRanks(remote, ()), self.environment, self.remote)
             self._agents.append(one)
             self._by_host[start.host] = one
             self._start(one)
             one.send(self.command, self.environment, 0, self._config.peer_timeout)
         self._hosts[start.member] = start.host
-        one.begin(start.member, self._variables(start, one.place.host))
+        one.begin(start.member, variables)
 
     def _variables(self, start: Start, remote: str) -> dict[str, str]:
         """Return a member's own variables, which name it and its place as of now."""

@@ -160,6 +160,12 @@ def test_hosts_come_and_go(tmp_path: Path) -> None:
     assert [event["member"] for event in job.of("stopped")] == [0]
 
 
+def test_a_host_that_cannot_be_reached_is_left_out(tmp_path: Path) -> None:
+    plan = {1: "hosts localhost:2,nowhere.invalid:1", 2: "finish"}
+    job = run(tmp_path, plan, "--min-np", "1", "--max-np", "3", hosts="localhost:1")
+    assert job.generations == [[0], [0, 1]] and job.of("blacklisted")[0]["host"] == "nowhere.invalid"
+
+
 def test_without_enough_hosts_the_job_gives_up(tmp_path: Path) -> None:
     options = ["-np", "2", "--elastic-timeout", "0.5"]
     job = run(tmp_path, {1: "hosts localhost:1"}, *options, hosts="localhost:2", expect=1)

@@ -1,0 +1,154 @@
+"""Ranks in processes that another system starts and keeps: Ray's actors, Spark's tasks, Dask's workers.
+
+That system carries calls to the processes, and brings back what they return. Each process says where it is (`here`);
+who starts the job gives each of them its place (`arrange`); each process calls the function there (`as_rank`, `call`);
+and `results` takes the results, or the failure that was first, from what the calls have come to.
+
+The environment of a rank is as under ``collectivesrun``, with torch's and Horovod's variables. Rank 0 serves the store
+at which the ranks meet.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from collectives.base.errors import CollectiveTimeoutError, RankFailedError, first_line
+from collectives.launch import records
+from collectives.launch.agent import free_port
+from collectives.launch.records import Record
+from collectives.transport.tcp import network
+from collectives.worlds import runtime
+
+_KEY_BYTES = 32
+
+
+class Site(NamedTuple):
+    """Where a process is.
+
+    Attributes:
+        host: equal for two processes that reach each other by loopback.
+        name, address: of the host, for people, and for processes elsewhere.
+        ports: two that are free there: for our store and for torch's.
+    """
+
+    host: str
+    name: str
+    address: str
+    ports: tuple[int, int]
+
+
+class Outcome(NamedTuple):
+    """What a rank's call has come to: its result, or a record of its failure."""
+
+    returned: Any
+    failure: Record | None = None
+
+
+def here(address: str = "") -> Site:
+    """Where this process is. ``address``: at which the others reach its host, where the system that has started it
+    knows that; else the host's name. The setting ``COLLECTIVES_NETWORK_INTERFACE`` precedes both."""
+    interface = os.environ.get("COLLECTIVES_NETWORK_INTERFACE", "")
+    name = socket.gethostname()
+    if interface:
+        address = network.address_of(interface)
+    return Site(network.stack(), name, address or name, (free_port(), free_port()))
+
+
+def arrange(sites: Sequence[Site]) -> list[dict[str, str]]:
+    """Give each process a rank: the variables of each, in the order of ``sites``.
+
+    The ranks of a host follow each other, the hosts are in the order in which they come first.
+    """
+    hosts = list(dict.fromkeys(site.host for site in sites))
+    of_host = [[number for number, site in enumerate(sites) if site.host == host] for host in hosts]
+    by_rank = [number for numbers in of_host for number in numbers]
+    first = sites[by_rank[0]]
+    address = network.LOOPBACK if len(hosts) == 1 else first.address
+    shared = {
+        "COLLECTIVES_RENDEZVOUS": f"tcp://{network.joined(address, first.ports[0])}",
+        "COLLECTIVES_KEY": secrets.token_hex(_KEY_BYTES),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(first.ports[1]),
+    }
+    variables: list[dict[str, str]] = [{} for _ in sites]
+    for host, numbers in enumerate(of_host):
+        for local_rank, number in enumerate(numbers):
+            peers = [other for other, ranks in enumerate(of_host) if len(ranks) > local_rank]
+            place = {
+                "RANK": by_rank.index(number),
+                "SIZE": len(sites),
+                "LOCAL_RANK": local_rank,
+                "LOCAL_SIZE": len(numbers),
+                "CROSS_RANK": peers.index(host),
+                "CROSS_SIZE": len(peers),
+            }
+            variables[number] = shared | _of_place(place, sites[number].name, shared["MASTER_PORT"])
+    return variables
+
+
+def _of_place(place: Mapping[str, int], name: str, torchs_port: str) -> dict[str, str]:
+    said = {word: str(number) for word, number in place.items()}
+    return {
+        "COLLECTIVES_RANK": said["RANK"],
+        "COLLECTIVES_SIZE": said["SIZE"],
+        "COLLECTIVES_LOCAL_RANK": said["LOCAL_RANK"],
+        "RANK": said["RANK"],
+        "WORLD_SIZE": said["SIZE"],
+        "LOCAL_RANK": said["LOCAL_RANK"],
+        "LOCAL_WORLD_SIZE": said["LOCAL_SIZE"],
+        "COLLECTIVES_TORCHS_PLACE": f"{said['RANK']} {said['SIZE']} {torchs_port}",
+        "HOROVOD_HOSTNAME": name,
+        **{f"HOROVOD_{word}": text for word, text in said.items()},
+    }
+
+
+@contextmanager
+def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
+    """Be a rank for the time of the body, at whose end this process leaves the others and forgets its place."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        runtime.shutdown()
+        for name, text in before.items():
+            if text is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = text
+
+
+def call(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Outcome:
+    """Call a function on this rank; the others are told of its failure, and this process can be a rank again."""
+    try:
+        return Outcome(function(*args, **(kwargs or {})))
+    except BaseException as error:
+        of_function = error.__traceback__.tb_next if error.__traceback__ else None
+        text = "".join(traceback.format_exception(type(error), error, of_function))
+        if runtime.is_initialized():
+            runtime.world().fail(text)
+        runtime.shutdown()
+        consequence = isinstance(error, (RankFailedError, CollectiveTimeoutError))
+        rank = int(os.environ.get("COLLECTIVES_RANK", "0"))
+        return Outcome(None, Record(rank, 1, text, time.time(), socket.gethostname(), consequence))
+
+
+def results(outcomes: Sequence[Outcome], what: str) -> list[Any]:
+    """What the ranks have returned. RankFailedError: some rank has failed; has the traceback of the first failure.
+
+    Args:
+        outcomes: by rank.
+        what: who called, for messages.
+    """
+    first = records.culprit(outcome.failure for outcome in outcomes if outcome.failure is not None)
+    if first is not None:
+        reason = first_line(first.text.strip().rpartition("\n")[2])
+        raise RankFailedError(f"{what}: rank {first.rank} on {first.host} failed: {reason}\n{first.text}")
+    return [outcome.returned for outcome in outcomes]

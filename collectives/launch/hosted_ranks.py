@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from collectives.base.errors import CollectiveTimeoutError, RankFailedError, first_line
+from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.launch import records
 from collectives.launch.agent import free_port
 from collectives.launch.records import Record
@@ -149,6 +149,7 @@ def results(outcomes: Sequence[Outcome], what: str) -> list[Any]:
     """
     first = records.culprit(outcome.failure for outcome in outcomes if outcome.failure is not None)
     if first is not None:
-        reason = first_line(first.text.strip().rpartition("\n")[2])
-        raise RankFailedError(f"{what}: rank {first.rank} on {first.host} failed: {reason}\n{first.text}")
+        *traceback_lines, reason = first.text.strip().split("\n")
+        shown = f"\n{first.text}" if traceback_lines else ""
+        raise RankFailedError(f"{what}: rank {first.rank} on {first.host} failed: {reason}{shown}")
     return [outcome.returned for outcome in outcomes]

@@ -42,9 +42,7 @@ FLOOR_OF = {
     "ring": "schedules",
     "fusion": "plan",
     **dict.fromkeys(ADAPTERS, "adapters"),
-    "launch": "programs",
-    "horovod": "programs",
-    "simulation": "programs",
+    **dict.fromkeys(("launch", "horovod", "simulation", "dask", "ray", "spark", "notebook", "tools"), "programs"),
     "__main__": "programs",
 }
 """Modules and folders whose floor is called otherwise. All other modules beside the folders are the face."""

@@ -1,0 +1,179 @@
+"""Ranks on Dask: each worker process is one, for the time of one call.
+
+    from distributed import Client
+    import collectives.dask
+
+    losses = collectives.dask.run(Client("tcp://scheduler:8786"), train, args=(folder,))
+
+The workers stay what they are: their imports, their memory and their other tasks remain. See docs/dask.md.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, MissingDependencyError
+from collectives.launch import hosted_ranks
+from collectives.launch.hosted_ranks import Outcome, Site
+from collectives.launch.records import Record
+from collectives.worlds import runtime
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+_LOOK = 0.25
+"""Seconds between two looks at the workers."""
+_AFTER_FAILURE = 10.0
+"""Seconds for which the other ranks of one that has failed may still say how they fared."""
+
+
+def run(
+    client: Client,
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int | None = None,
+    workers: Sequence[str] | None = None,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` on workers of a Dask cluster, each of which is a rank meanwhile.
+
+    The function calls `collectives.init` itself. The ranks of a host follow each other. A worker is one rank, however
+    many threads it has: the others are free for its other tasks, and for NumPy. Each worker needs a free thread.
+
+    Args:
+        client: of the cluster.
+        function: anything that cloudpickle can pickle.
+        args, kwargs: its arguments, the same on every rank.
+        np: the number of ranks; by default all workers are ranks.
+        workers: addresses of the workers to choose from; by default all.
+        timeout: seconds after which the call is given up; None: no limit.
+
+    Returns:
+        The function's results, by rank.
+
+    Raises:
+        InvalidArgumentError: there are fewer workers than ranks, or some are threads of one process, as those of
+            ``LocalCluster(processes=False)`` are.
+        RankFailedError: a rank raised, or its worker has ended; has the traceback of the first failure. The other
+            ranks' calls have been ended.
+        CollectiveTimeoutError: ``timeout`` has passed.
+        MissingDependencyError: Dask's package ``distributed`` is not installed.
+
+    Example:
+        def mean_rank():
+            collectives.init()
+            return float(collectives.allreduce(numpy.array([collectives.rank()], "f8"), average=True)[0])
+
+        collectives.dask.run(Client(n_workers=2, threads_per_worker=1), mean_rank)      # [0.5, 0.5]
+    """
+    try:
+        from distributed import wait
+    except ImportError:
+        raise MissingDependencyError("collectives.dask needs Dask: pip install distributed") from None
+    sites = _sites(client, np, workers)
+    places = dict(zip(sites, hosted_ranks.arrange(list(sites.values())), strict=True))
+    by_rank = sorted(places, key=lambda worker: int(places[worker]["COLLECTIVES_RANK"]))
+    futures = [
+        client.submit(
+            _call, places[worker], function, tuple(args), dict(kwargs or {}), workers=[worker], pure=False, retries=0
+        )
+        for worker in by_rank
+    ]
+    outcomes: list[Outcome | None] = [None] * len(futures)
+    end = time.monotonic() + (float("inf") if timeout is None else timeout)
+    has_failed = False
+    try:
+        while None in outcomes and not (has_failed and time.monotonic() > end):
+            with suppress(TimeoutError):
+                wait([future for future, known in zip(futures, outcomes, strict=True) if known is None], _LOOK)
+            alive = client.scheduler_info(n_workers=-1)["workers"]
+            for rank, (worker, future) in enumerate(zip(by_rank, futures, strict=True)):
+                outcomes[rank] = outcomes[rank] or _outcome(future, rank, sites[worker], worker in alive)
+            if not has_failed and any(outcome and outcome.failure for outcome in outcomes):
+                has_failed, end = True, time.monotonic() + _AFTER_FAILURE
+            if not has_failed and None in outcomes and time.monotonic() > end:
+                raise CollectiveTimeoutError(f"collectives.dask.run: the call was not done after {timeout:g} s")
+        return hosted_ranks.results([outcome for outcome in outcomes if outcome], "collectives.dask.run")
+    finally:
+        if None in outcomes:
+            _give_up(client, futures, by_rank)
+
+
+def _sites(client: Client, np: int | None, workers: Sequence[str] | None) -> dict[str, Site]:
+    """Where the workers are that become ranks, by their addresses."""
+    present = list(client.scheduler_info(n_workers=-1)["workers"])
+    unknown = [worker for worker in workers or () if worker not in present]
+    if unknown:
+        raise InvalidArgumentError(
+            f"collectives.dask.run: workers: there is no {unknown[0]!r}; expected some of {', '.join(present)}"
+        )
+    chosen = list(workers or present)
+    if not chosen or (np is not None and not 1 <= np <= len(chosen)):
+        raise InvalidArgumentError(
+            f"collectives.dask.run: np={np}: there are {len(chosen)} workers, and one process is one rank, however "
+            "many threads it has: start more workers (n_workers=, threads_per_worker=1), or use "
+            "collectives.local_world for ranks that are threads of one process"
+        )
+    answers = client.run(_here, workers=chosen)
+    processes: dict[tuple[str, int], str] = {}
+    for worker in chosen:
+        process, _ = answers[worker]
+        if process in processes:
+            raise InvalidArgumentError(
+                f"collectives.dask.run: the workers {processes[process]} and {worker} are threads of one process, and "
+                "one process is one rank: start workers as processes (LocalCluster(processes=True)), or use "
+                "collectives.local_world for ranks that are threads"
+            )
+        processes[process] = worker
+    return {worker: answers[worker][1] for worker in chosen[:np]}
+
+
+def _here(dask_worker: Any) -> tuple[tuple[str, int], Site]:
+    """On a worker: its process, and where it is."""
+    address = str(dask_worker.address).partition("://")[2].rpartition(":")[0].strip("[]")
+    site = hosted_ranks.here(address)
+    return (site.host, os.getpid()), site
+
+
+def _call(variables: Mapping[str, str], function: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+    """On a worker: be a rank."""
+    with hosted_ranks.as_rank(variables):
+        return hosted_ranks.call(function, args, kwargs)
+
+
+def _outcome(future: Any, rank: int, site: Site, alive: bool) -> Outcome | None:
+    """What a rank's call has come to; None as long as it runs."""
+    if future.status == "finished":
+        outcome: Outcome = future.result()
+        return outcome
+    if future.status == "error":
+        error = future.exception()
+        text = f"{type(error).__name__}: {error}"
+    elif future.status in ("lost", "cancelled"):
+        text = f"RankFailedError: Dask has {future.status} its task"
+    elif not alive:
+        text = "RankFailedError: its worker has ended: see the worker's log, or the kernel's for lack of memory"
+    else:
+        return None
+    return Outcome(None, Record(rank, 1, text, time.time(), site.name))
+
+
+def _give_up(client: Client, futures: Sequence[Any], workers: Sequence[str]) -> None:
+    """Have the calls end that still run: their collectives raise."""
+    client.cancel(list(futures))
+    alive = client.scheduler_info(n_workers=-1)["workers"]
+    with suppress(Exception):  # a worker may end in this moment
+        client.run(_fail, workers=[worker for worker in workers if worker in alive])
+
+
+def _fail() -> None:
+    """On a worker, in a thread that is not the rank's."""
+    if runtime.is_initialized():
+        runtime.world().fail(f"collectives.dask.run has given up the call, on {socket.gethostname()}")

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from collectives.base.errors import first_line
+from collectives.base.logging import logger
 from collectives.worlds import generations
 
 _listeners: list[Callable[[Event], object]] = []
 
 
 class Event(NamedTuple):
-    """Something that has happened to the job, as this rank has seen it.
+    """Something that has happened to the job: to this rank, as it has seen it; or, with ``facts``, to any, as the job's
+    driver has.
 
     Attributes:
-        kind: "ended" (a generation, because of a failure or a notice), "renewed" (the next one is there), "joined"
-            (this rank, as a newcomer), "gave up".
+        kind: of this rank: "ended" (a generation, because of a failure or a notice), "renewed" (the next one is there),
+            "joined" (this rank, as a newcomer), "gave up". The driver's are in the table of docs/elastic.md.
         why: one line; empty where there is nothing to say.
         seconds: what a renewal has taken.
         generation: its number; 0 in a job that is not elastic.
         members: of the generation, in the order of ranks.
+        facts: the driver's line in the file of ``--elastic-events``; empty: this rank has seen it itself.
     """
 
     kind: str
@@ -29,30 +32,54 @@ class Event(NamedTuple):
     seconds: float = 0.0
     generation: int = 0
     members: tuple[int, ...] = ()
+    facts: Mapping[str, Any] = {}
 
     def __str__(self) -> str:
+        if self.facts:
+            return f"elastic: {self.kind}: {self.why}"
         said = [self.kind, f"generation {self.generation} of members {', '.join(map(str, self.members)) or 'unknown'}"]
         said += [f"after {self.seconds:.3f} s"] if self.seconds else []
         return f"elastic: {', '.join(said)}{self.why and f': {self.why}'}"
 
 
 def on_event(listener: Callable[[Event], object]) -> Callable[[Event], object]:
-    """Have a function called with every `Event`, in the thread that meets with it; usable as a decorator.
+    """Have a function called with every `Event` from now on; usable as a decorator.
+
+    What happens to this rank is told in the thread that meets with it, and what the function raises goes up there. What
+    the job's driver tells comes in a thread of its own, in the driver's order; what the function raises is logged.
 
     Example:
         collectives.elastic.on_event(print)
     """
     _listeners.append(listener)
+    generations.hear_events(_tell_of_driver)
     return listener
 
 
 def tell(kind: str, why: str = "", seconds: float = 0.0) -> None:
     """Call the listeners."""
     if _listeners:
-        job = generations.job()
-        event = Event(kind, why, seconds, *((job.generation, job.members) if job is not None else ()))
+        event = Event(kind, why, seconds, *_generation())
         for listener in _listeners:
             listener(event)
+
+
+def _tell_of_driver(facts: Mapping[str, Any]) -> None:
+    number, members = _generation()
+    members = tuple(facts.get("members", members))
+    event = Event(
+        facts["event"], facts["text"], facts.get("seconds", 0.0), facts.get("generation", number), members, facts
+    )
+    for listener in _listeners:
+        try:
+            listener(event)
+        except Exception:
+            logger.exception("a function that hears of the job's events has failed, of %s", event)
+
+
+def _generation() -> tuple[int, tuple[int, ...]]:
+    job = generations.job()
+    return (job.generation, job.members) if job is not None else (0, ())
 
 
 def renew(cause: Exception | str, record: Any = None) -> list[Any]:

@@ -179,6 +179,7 @@ class ElasticAgents(Agents):
         self._output.say(event.text)
         self._events += 1
         self._server.set(f"elastic/event/{self._events}", line.encode())
+        self._server.set("elastic/events", b"%d" % self._events)
         for file in self._event_files:
             file.write(f"{line}\n")
 

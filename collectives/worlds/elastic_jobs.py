@@ -9,7 +9,8 @@ the launcher's store, and wait there for its answer:
 
 Each member has a thread that waits for the driver's *notices*. One says that a generation has ended: the thread answers
 ``alive``, so that the driver waits for a rank that computes, and fails the world if a member has died and its ranks do
-not notice. Another one says that the generation shall end at its next commit.
+not notice. Another one says that the generation shall end at its next commit. A further thread, if the program wants
+it, waits for the driver's *events*, which tell people what happens.
 
 A generation's ranks meet at the same store, under keys that no other generation uses.
 """
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from collectives.base.config import Config, parse_address
 from collectives.base.errors import (
@@ -76,13 +77,14 @@ class Job:
     Attributes:
         generation: the number of the present one, or of the one that ended last; 0: there was none.
         members: its members, by rank. ``born``: the generation in which each of them was admitted.
-        notices: how many of the driver's notices have come.
         came_late: whether this member has come when a generation ran.
         expected: while it waits to be admitted: the place that it will have, if nobody comes or goes before.
         on_death: called in another thread when a member of a generation has died, with the generation and a sentence.
+        on_event: of all jobs: called in another thread with each of the driver's events; None: nobody wants them.
     """
 
     on_death: Callable[[int, str], object] = staticmethod(lambda generation, why: None)
+    on_event: ClassVar[Callable[[Mapping[str, Any]], object] | None] = None
     _launched = True
     """Whether a launcher is the driver."""
     _DRIVER, _SETTING = "the launcher", "see what it has printed, or raise --elastic-timeout"
@@ -94,7 +96,6 @@ class Job:
         self.member, self.generation = member, 0
         self.members: tuple[int, ...] = ()
         self.born: tuple[int, ...] = ()
-        self.notices = 0
         self.came_late = False
         self.expected: Place | None = None
         self._news: dict[int, int] = {}
@@ -104,7 +105,7 @@ class Job:
         self._service = Service()
         self._meet_at(host, port)
         self._said = 0
-        self._watching = False
+        self._watched: set[str] = set()
         self._lock = threading.Lock()
 
     def _meet_at(self, host: str, port: int) -> None:
@@ -201,16 +202,28 @@ class Job:
             raise RankFailedError(f"member {self.member}: generation {generation} has ended: {why}")
 
     def watch(self) -> None:
-        """Begin to listen for notices, and go on as long as a driver lives."""
-        if not self._watching:
-            self._watching = True
-            threading.Thread(target=self._listen, name="collectives-notices", daemon=True).start()
+        """Begin to listen for notices, and for events where the program wants them, and go on as long as a driver
+        lives."""
+        hear = Job.on_event
+        takes: dict[str, Callable[[Any, Store], object]] = {"notice": self._take_notice}
+        if hear is not None:
+            takes["event"] = lambda event, store: hear(event)
+        for kind in takes.keys() - self._watched:
+            self._watched.add(kind)
+            name = f"collectives-{kind}s"
+            threading.Thread(target=self._listen, args=(kind, takes[kind]), name=name, daemon=True).start()
 
-    def _listen(self) -> None:
-        store = self._make_store()
+    def _listen(self, kind: str, take: Callable[[Any, Store], object]) -> None:
+        """Take what the driver sets at ``elastic/<kind>/1``, 2, ...: all notices, and the events from now on."""
+        store, number = self._make_store(), 0 if kind == "notice" else -1
         while True:
+            if store.address != self._address:
+                store.close()
+                store, number = self._make_store(), 0  # another driver counts its own
             try:
-                notice = json.loads(store.get(f"elastic/notice/{self.notices + 1}"))
+                if number < 0:
+                    number = int(store.get("elastic/events"))
+                thing = json.loads(store.get(f"elastic/{kind}/{number + 1}"))
             except CollectiveTimeoutError:
                 continue
             except TransportError as error:
@@ -220,20 +233,21 @@ class Job:
                     if not self._launched:
                         return
                     time.sleep(_PAUSE)  # the launcher is stopped, or has ended: then the agent ends this process
-                    continue
-                store, self.notices = self._make_store(), 0  # another driver counts its own
                 continue
-            self.notices += 1
-            generation = notice["generation"]
-            if "over" in notice:
-                self._over = generation, notice["over"]
-                with suppress(CollectivesError):
-                    self.say("alive", store=store, generation=generation)
-                if notice["died"]:
-                    self.on_death(generation, notice["over"])
-                continue
-            said = ADDED * bool(notice["added"]) | REMOVED * bool(notice["removed"])
-            self._news = {generation: self._news.get(generation, 0) | said}
+            number += 1
+            take(thing, store)
+
+    def _take_notice(self, notice: Mapping[str, Any], store: Store) -> None:
+        generation = notice["generation"]
+        if "over" in notice:
+            self._over = generation, notice["over"]
+            with suppress(CollectivesError):
+                self.say("alive", store=store, generation=generation)
+            if notice["died"]:
+                self.on_death(generation, notice["over"])
+            return
+        said = ADDED * bool(notice["added"]) | REMOVED * bool(notice["removed"])
+        self._news = {generation: self._news.get(generation, 0) | said}
 
     @property
     def news(self) -> int:

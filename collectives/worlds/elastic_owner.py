@@ -82,6 +82,8 @@ class Owner:
         self._roll: dict[str, Any] = {}
         self._moved: dict[str, Any] = {}
         """What is answered if the job goes on elsewhere."""
+        self._events = 0
+        server.set("elastic/events", b"0")
         self.finished = False
 
     def begin(self, size: int) -> None:
@@ -253,6 +255,9 @@ class Owner:
 
     def _tell(self, event: Any) -> None:
         (logger.warning if event.kind in _LOUD else logger.info)("elastic job: %s", event.text)
+        self._events += 1
+        self._server.set(f"elastic/event/{self._events}", event.line(time.time()).encode())
+        self._server.set("elastic/events", b"%d" % self._events)
         if event.kind == "done" and event.fields["code"]:
             if not self._driver.end.text:
                 members = ", ".join(map(str, event.fields["failed"]))

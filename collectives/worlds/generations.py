@@ -8,7 +8,7 @@ program asks of the default world, ranks and sizes, then follows. The job's driv
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -99,6 +99,13 @@ def notices() -> tuple[int, int]:
     generation have said: 0, or a sum of `ADDED` and `REMOVED` of `collectives.worlds.elastic_jobs`."""
     job = default.job
     return (0, 0) if job is None else (4 * job.generation + job.news, job.news)
+
+
+def hear_events(take: Callable[[Mapping[str, Any]], object]) -> None:
+    """Have a function called, in another thread, with each of the driver's events from now on."""
+    Job.on_event = staticmethod(take)
+    if default.job is not None:
+        default.job.watch()
 
 
 def finished() -> None:

@@ -322,3 +322,49 @@ if __name__ == "__main__":
     assert (
         "\nresults [(0, '1'), (1, '2'" in f"\n{result.output}" and "ended with exit code 1: Traceback" in result.output
     )
+
+
+def test_members_hear_of_what_the_launcher_sees(tmp_path: Path) -> None:
+    """A function that fails in the thread that tells it is logged, and hears what follows."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+import os, signal
+import numpy as np
+import collectives
+from collectives import elastic
+
+heard = []
+
+@elastic.on_event
+def hear(event):
+    if event.facts:
+        heard.append(event)
+        if event.kind == "died":
+            raise ValueError("no good")
+
+collectives.init()
+state = elastic.ObjectState(step=0)
+member = os.environ["COLLECTIVES_MEMBER"]
+
+@elastic.run
+def train(state):
+    while True:
+        if state.step == 5 and member == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.step += 1
+        has_heard = any(event.kind == "generation" and event.generation == 3 for event in heard)
+        if collectives.allreduce(np.array([has_heard], np.uint8), op=collectives.Min)[0]:
+            return
+        state.commit()
+
+train(state)
+died = [event.why.rpartition(" on ")[0] for event in heard if event.kind == "died"]
+third = next(event.members for event in heard if event.kind == "generation" and event.generation == 3)
+print("heard", [event.kind for event in heard if event.kind == "host_added"], died, third)
+""")
+    command = [sys.executable, "-m", "collectives.launch", "-np", "3", "--min-np", "2", sys.executable, str(program)]
+    output = run_command(command, timeout=60).output
+    for member in (0, 2):
+        assert f"[{member}] heard [] ['member 1'] (0, 2, 3)\n" in output, output
+    assert "[3] heard [] [] (0, 2, 3)\n" in output, "not what was before"
+    assert output.count("a function that hears of the job's events has failed, of elastic: died: member 1 on ") == 2

@@ -31,7 +31,7 @@ from tests.support.launching.ports import free_port
 PATIENCE = 30.0
 KEY = make_key()
 PROGRAM = """
-import sys, time
+import os, sys
 from pathlib import Path
 import numpy as np
 import collectives
@@ -39,13 +39,22 @@ import collectives.elastic
 from collectives.worlds import generations
 
 folder = Path(sys.argv[1])
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + chr(10)).encode())  # at once: two threads write
+
+@collectives.elastic.on_event
+def hear(event):
+    if event.facts and event.kind == "generation":
+        say("hears of generation", event.generation, *event.members)
+
 collectives.init()
 state = collectives.elastic.ObjectState(total=np.zeros(3), step=0)
 
 @collectives.elastic.run
 def train(state):
     job = generations.job()
-    print("generation", job.generation, "of", *job.members, "here", job.member, flush=True)
+    say("generation", job.generation, "of", *job.members, "here", job.member)
     while True:
         rank = collectives.rank()
         state.total += collectives.allreduce(np.full(3, 1.0 - 0.5 * rank), op=collectives.Max)
@@ -55,7 +64,7 @@ def train(state):
         if collectives.allreduce(done, op=collectives.Max)[0]:
             return bool((state.total == state.step).all())
 
-print("right" if train(state) else "wrong", flush=True)
+say("right" if train(state) else "wrong")
 """
 
 
@@ -171,6 +180,8 @@ def test_members_and_the_owner_die_and_a_newcomer_joins(tmp_path: Path) -> None:
         newcomer = job.start()
         number = newcomer.prints(r"generation 3 of 1 2 (\d+) here \1").group(1)
         job.form(3, (1, 2, number), ranks[1:])
+        for rank in (*ranks[1:], newcomer):
+            rank.prints(f"hears of generation 3 1 2 {number}\n")
         ranks[2].signal(signal.SIGKILL)
         job.form(4, (1, number), [ranks[1], newcomer])
         job.finish([ranks[1], newcomer])

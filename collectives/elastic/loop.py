@@ -16,13 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import numpy as np
 
-from collectives.base.errors import (
-    CollectiveTimeoutError,
-    InvalidArgumentError,
-    RankFailedError,
-    RecoverableError,
-    TransportError,
-)
+from collectives.base.errors import InvalidArgumentError, RecoverableError
 from collectives.base.reduce_op import Op
 from collectives.elastic import retry
 from collectives.elastic.events import renew, tell
@@ -31,7 +25,6 @@ from collectives.worlds import generations, runtime
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-_RECOVERABLE = (RecoverableError, RankFailedError, CollectiveTimeoutError, TransportError)
 _Training = Callable[Concatenate[Any, Parameters], Result]
 
 
@@ -129,7 +122,12 @@ def is_recoverable(error: BaseException) -> bool:
     while cause is not None and not isinstance(cause, RecoverableError):
         cause = cause.__cause__
     # In a graph or a compiled program the text alone is left of what was raised.
-    return cause is not None or any(f"{kind.__name__}: " in str(error) for kind in _RECOVERABLE)
+    return cause is not None or any(f"{name}: " in str(error) for name in _names(RecoverableError))
+
+
+def _names(kind: type[BaseException]) -> list[str]:
+    """The names of a class of errors and of its subclasses."""
+    return [kind.__name__, *(name for subclass in kind.__subclasses__() for name in _names(subclass))]
 
 
 class _Failures:

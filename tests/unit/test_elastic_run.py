@@ -233,6 +233,7 @@ def test_what_a_framework_makes_of_a_failure_of_the_world_is_recoverable(job: Pl
     assert not loop.is_recoverable(FrameworkError(text))  # the world has not failed
     collectives.world().fail("rank 2 died")
     assert loop.is_recoverable(FrameworkError(text))
+    assert loop.is_recoverable(FrameworkError("ABORTED: OutOfMemoryError: rank 0: the GPU is full"))
     assert not loop.is_recoverable(FrameworkError("ABORTED: MismatchError: rank 0: other shapes"))
     wrapped = FrameworkError("callback")
     wrapped.__cause__ = FrameworkError("inner")

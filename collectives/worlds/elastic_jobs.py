@@ -103,15 +103,11 @@ class Job:
         """The generation that has ended last, as far as notices say, and why."""
         self._key, self._timeout = key, timeout
         self._service = Service()
-        self._meet_at(host, port)
+        self._address = (host, port)
+        self._store = self._make_store()
         self._said = 0
         self._watched: set[str] = set()
         self._lock = threading.Lock()
-
-    def _meet_at(self, host: str, port: int) -> None:
-        """Speak with the driver at a store from now on."""
-        self._address = (host, port)
-        self._store = self._make_store()
 
     def _make_store(self) -> Store:
         from collectives.transport.stores.store import Store

@@ -98,7 +98,7 @@ class MemberJob(Job):
             self._listen_at_own_address(config)
             if self._owner is None:
                 self._await_store()
-            self._store = self._make_store()
+            self._meet_at(*self._address)  # with the lease
             self._knock(self._store)
             self._come_to_know(self._store)
             if self._owner is None:
@@ -293,6 +293,8 @@ class MemberJob(Job):
                     return
             except RuntimeError:
                 return  # the interpreter ends
+            finally:
+                store.close()
         self._owner.run()
 
     def _come_to_know(self, store: Store) -> None:
@@ -361,6 +363,12 @@ class MemberJob(Job):
                     f"the job has ended, or all others have died ({self._lost})"
                 ) from error
             backoff.nap(_LONGEST_NAP)
+
+    def _meet_at(self, host: str, port: int) -> None:
+        """Speak with the driver at this store from now on."""
+        former, self._address = self._store, (host, port)
+        self._store = self._make_store()
+        former.close()
 
     def _make_store(self) -> Store:
         return self._store_at(*self._address)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from collectives.base.config import unknown
 from collectives.base.errors import InvalidArgumentError
+from collectives.transport.stores.store import StoreServer
+from collectives.transport.tcp.service import Service
 from collectives.worlds.elastic_members import from_environment
 
 KEY = "ab" * 32
@@ -49,3 +53,29 @@ def test_settings(variables: dict[str, str], expected: Any) -> None:
 def test_what_is_wrong_is_named(name: str, value: str, words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
         from_environment(BASE | {name: value})
+
+
+def test_the_connection_to_a_former_store_is_closed_once_no_thread_waits_there() -> None:
+    service, connected, closed = Service(), threading.Event(), threading.Event()
+    server, other = (
+        StoreServer(
+            service, "127.0.0.1", 0, bytes.fromhex(KEY), lambda *said: connected.set(), lambda key: closed.set()
+        )
+        for _ in range(2)
+    )
+    job: Any = from_environment(BASE | {"COLLECTIVES_RENDEZVOUS": f"tcp://127.0.0.1:{server.address[1]}"})
+    job._lease, former = 20.0, job._store
+    with ThreadPoolExecutor(1) as waiter:
+        job.say("here")
+        value = waiter.submit(former.get, "later")
+        while not former._lock.locked():  # until it waits
+            pass
+        job._meet_at(*other.address)
+        server.set("later", b"value")
+        assert value.result(20) == b"value" and closed.wait(20)
+        connected.clear()
+        job.say("runs")
+        assert connected.is_set()
+    job._store.close()
+    for one in (server, other, service, job._service):
+        one.close()

@@ -19,8 +19,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -186,6 +186,7 @@ class Store:
         self._key, self._service = key, service
         self._sock: Connection | None = None
         self._lock = threading.Lock()
+        self._closed = False
 
     def connect(self, timeout: float = _CONNECT_WITHIN) -> None:
         """Connect to the server, which the other methods do where that is needed.
@@ -194,7 +195,7 @@ class Store:
             OSError: no process listens there, or none answers in time.
             TransportError: what listens there is no store of this job.
         """
-        with self._lock:
+        with self._used():
             if self._sock is None:
                 self._sock = self._dial(timeout)
 
@@ -206,7 +207,7 @@ class Store:
                 f"store: expected a key of one line of at most {MOST_KEY} bytes and a value of at most {MOST_VALUE}, "
                 f"got {len(key)} and {len(value)}"
             )
-        with self._lock:
+        with self._used():
             self._ask(_SET, [key], value, 0.0)
 
     def get(self, key: str) -> bytes:
@@ -220,7 +221,7 @@ class Store:
 
     def _awaited(self, operation: bytes, keys: Sequence[str], seconds: float) -> bytes:
         end = time.monotonic() + seconds
-        with self._lock:
+        with self._used():
             while True:
                 left = max(0.0, end - time.monotonic())
                 value = self._ask(operation, keys, b"", min(left, _WAIT_AT_ONCE))
@@ -273,11 +274,23 @@ class Store:
     def _where(self) -> str:
         return network.joined(*self.address)
 
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            if self._closed:
+                self.close()
+
     def close(self) -> None:
-        with self._lock:
-            if self._sock is not None:
-                self._sock.close()
-                self._sock = None
+        """Close the connection; at the end of a call that another thread is in, without waiting for that."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            sock, self._sock = self._sock, None
+            self._lock.release()
+            if sock is not None:
+                sock.close()
 
 
 def _hello(port: int) -> bytes:

@@ -183,24 +183,27 @@ class _Ranks:
         self._environment = {**os.environ, **task["environment"]}
         self._nothing = os.open(os.devnull, os.O_RDONLY)
         self._dying = die_with_parent()
-        standard_input: int | None = task["stdin"]
-        if standard_input is not None:
-            os.set_inheritable(standard_input, False)
-        for position, variables in enumerate(task["ranks"]):
-            self._start(variables, self._nothing if standard_input is None or position else standard_input)
-        if standard_input is not None:
-            os.close(standard_input)
+        self._input: int | None = task["stdin"]
+        if self._input is not None:
+            os.set_inheritable(self._input, False)
+        for variables in task["ranks"]:
+            self._start(variables)
 
-    def _start(self, variables: Mapping[str, str], stdin: int) -> None:
+    def _start(self, variables: Mapping[str, str]) -> None:
+        """Start a rank; the first one gets the launcher's stdin, where the task has it."""
+        source, self._input = self._input, None
+        stdin = self._nothing if source is None else source
         pid = _start(self._command, {**self._environment, **variables}, stdin, self._dying)
         self.running[pid] = variables["COLLECTIVES_RANK"]
+        if source is not None:
+            os.close(source)
 
     def obey(self, order: str, argument: str = "") -> None:
         """Carry out an order of the launcher's."""
         if order == "signal":
             self._signal(int(argument))
         elif order == "start" and self.stays:
-            self._start(json.loads(argument), self._nothing)
+            self._start(json.loads(argument))
         elif order == "end" and self.kill_at == float("inf"):
             self.stays = False
             self.kill_at = time.monotonic() + _AFTER_TERMINATE

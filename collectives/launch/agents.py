@@ -65,7 +65,7 @@ class Agents(Ranks):
         remote: ssh.Ssh,
     ) -> None:
         super().__init__()
-        self._agents = [HostAgent(place, environment, remote) for place in places]
+        self._agents = [HostAgent(place, environment, remote, with_input=0 in place.ranks) for place in places]
         self.places, self.command, self.environment = places, list(command), dict(environment)
         self.remote, self._config = remote, config
         self._size = sum(len(place.ranks) for place in places)

@@ -194,7 +194,7 @@ class ElasticAgents(Agents):
             return
         one = self._by_host.get(start.host)
         if one is None:
-            one = HostAgent(HostRanks(remote, ()), self.environment, self.remote)
+            one = HostAgent(HostRanks(remote, ()), self.environment, self.remote, with_input=start.member == 0)
             self._agents.append(one)
             self._by_host[start.host] = one
             self._start(one)
@@ -217,6 +217,7 @@ class ElasticAgents(Agents):
             "COLLECTIVES_RANK": str(start.member),
             "COLLECTIVES_SIZE": str(len(places)),
             "COLLECTIVES_LOCAL_RANK": str(start.slot),
+            "LOCAL_RANK": str(start.slot),
             "LOCAL_WORLD_SIZE": str(place["LOCAL_SIZE"]),
             "COLLECTIVES_RENDEZVOUS": f"tcp://{self._address(remote)}",
         }

@@ -35,7 +35,7 @@ class HostRanks:
 
 
 class HostAgent:
-    """One agent.
+    """One agent; ``with_input``: whether the first rank that it starts gets this process's stdin, if it is here.
 
     Attributes:
         ready, done, lost: how far it is: it has answered; its ranks have ended; it is given up.
@@ -47,7 +47,7 @@ class HostAgent:
         free_port, address: of its host, once it is ready; the address is empty where ssh does not tell it.
     """
 
-    def __init__(self, place: HostRanks, environment: Mapping[str, str], remote: ssh.Ssh) -> None:
+    def __init__(self, place: HostRanks, environment: Mapping[str, str], remote: ssh.Ssh, *, with_input: bool) -> None:
         self.place = place
         self.ready = self.done = self.lost = self.closed = False
         self.left = set(place.ranks)
@@ -62,12 +62,13 @@ class HostAgent:
         self.start_by, self._start_within = 0.0, remote.timeout
         self._command = remote.command(place.host, command) if place.host else command
         self._environment = environment
+        self._with_input = with_input and not place.host
         self._stdin: int | None = None
 
     def start(self) -> None:
         """Start the agent, or ssh for it."""
         self.start_by = time.monotonic() + self._start_within
-        if not self.place.host and 0 in self.place.ranks:
+        if self._with_input:
             self._stdin = os.dup(0)
         self.process = subprocess.Popen(
             self._command,

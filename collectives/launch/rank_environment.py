@@ -36,7 +36,7 @@ def of_no_rank(environment: Mapping[str, str]) -> dict[str, str]:
 
     An MPI launcher replaces its own variables. ``MASTER_ADDR`` and ``MASTER_PORT`` without a rank are the user's.
     """
-    is_rank = "RANK" in environment or "WORLD_SIZE" in environment
+    is_rank = any(name in environment for name in ("RANK", "WORLD_SIZE", "COLLECTIVES_MEMBER"))
     return {
         name: text
         for name, text in environment.items()

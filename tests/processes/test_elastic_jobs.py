@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -218,6 +219,14 @@ def test_horovods_variables(tmp_path: Path) -> None:
     shown = run_command([*command, *hosts, sys.executable, "-c", program], timeout=30).output
     assert "[0] 0 3 0 2 0 2 localhost\n" in shown and "[1] 1 3 1 2 0 1 localhost\n" in shown
     assert "[2] 2 3 0 1 1 2 127.0.0.1\n" in shown
+
+
+def test_the_first_member_gets_the_launchers_input() -> None:
+    program = "import os, sys; print(os.environ['LOCAL_RANK'], sys.stdin.read().split(), 'MASTER_ADDR' in os.environ)"
+    command = [sys.executable, "-m", "collectives.launch", "-np", "2", "--min-np", "1"]
+    command += [sys.executable, "-c", program]
+    shown = run_command(["sh", "-c", f"echo some words | {shlex.join(command)}"], timeout=30).output
+    assert "[0] 0 ['some', 'words'] False\n" in shown and "[1] 1 [] False\n" in shown, shown
 
 
 @pytest.mark.parametrize(

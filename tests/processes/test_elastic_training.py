@@ -218,3 +218,57 @@ def test_the_example() -> None:
     output = run_command([*launcher, *example, "--epochs", "4"], timeout=60).output
     assert "Epoch: 1\tRanks: 2" in output and "Epoch: 4\tRanks: " in output
     assert output.count("All ranks hold the same parameters") == 1
+
+
+GROUPS = """
+import os, signal, socket, sys
+import torch
+import torch.distributed as dist
+import collectives
+import collectives.torch as hvd
+
+def make_group():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    first = hvd.rank() == 0
+    store = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False) if first else None
+    host, port = hvd.broadcast_object((socket.gethostname(), store.port) if first else None, 0)
+    dist.init_process_group(
+        "gloo", store=store or dist.TCPStore(host, port), rank=hvd.rank(), world_size=hvd.size()
+    )
+
+hvd.init()
+member = int(os.environ["COLLECTIVES_MEMBER"])
+state = hvd.elastic.TorchState(step=0, total=0.0)
+
+@hvd.elastic.run
+def train(state):
+    make_group()
+    while state.step < 200 or hvd.size() < 3:
+        if member == 1 and state.step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        largest = torch.tensor([float(hvd.size() - hvd.rank())])
+        try:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        except RuntimeError as error:
+            raise collectives.RecoverableError(f"torch's group: {error}") from error
+        assert largest.item() == hvd.size()
+        state.step += 1
+        state.commit()
+
+train(state)
+print("member", member, "has", hvd.size(), "ranks and", os.environ["LOCAL_RANK"], flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_a_group_of_torchs_is_made_in_each_generation(tmp_path: Path) -> None:
+    """As docs/elastic.md has it."""
+    (tmp_path / "program.py").write_text(GROUPS)
+    recipe = GROUPS[GROUPS.index("def make_group") : GROUPS.index("hvd.init()")].strip()
+    assert recipe in (ROOT / "docs/elastic.md").read_text()
+    command = [sys.executable, "-m", "collectives.launch", "-np", "3", "--min-np", "2"]
+    output = run_command([*command, sys.executable, str(tmp_path / "program.py")], timeout=60).output
+    for member, local_rank in ((0, 0), (2, 2), (3, 1)):
+        assert f"[{member}] member {member} has 3 ranks and {local_rank}\n" in output, output

@@ -87,9 +87,10 @@ def test_the_users_command_is_untouched(started: list[list[str]]) -> None:
     assert all(re.fullmatch("=[A-Za-z0-9./_=,+%-]*", word) for word in words)
 
 
-def test_the_place_that_an_outer_torchrun_has_given_is_not_the_ranks() -> None:
+def test_the_place_that_an_outer_launcher_has_given_is_not_the_ranks() -> None:
     theirs = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     assert rank_environment.of_no_rank({**theirs, "TORCHELASTIC_RUN_ID": "none", "HOME": "/"}) == {"HOME": "/"}
+    assert rank_environment.of_no_rank({"COLLECTIVES_MEMBER": "3", "LOCAL_RANK": "1", "HOME": "/"}) == {"HOME": "/"}
     address = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}  # the user's
     assert rank_environment.of_no_rank(address) == address
 

@@ -157,7 +157,7 @@ class ElasticAgents(Agents):
         elif self._has_hosts:
             self._carry_out([Event("discovery", f"--host-discovery-script: {found}; the hosts stay as they were")])
         else:
-            self._carry_out(self._driver.give_up(f"--host-discovery-script: {found}"))
+            self._carry_out(self._driver.give_up(f"--host-discovery-script: {found}", now))
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -19,22 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from collectives.launch.elastic_hosts import HostTable
-from collectives.launch.elastic_terms import (
-    Action,
-    Drop,
-    End,
-    Event,
-    Kill,
-    Member,
-    Rules,
-    Set,
-    Start,
-    State,
-    facts_of,
-    how_ended,
-    numbered,
-    ranks_in_words,
-)
+from collectives.launch.elastic_terms import Action, Drop, End, Event, Kill, Member, Rules, Set, Start, State
+from collectives.launch.elastic_words import how_ended, numbered, ranks_in_words
 from collectives.launch.hosts import Host
 
 WAITING_EVERY = 10.0
@@ -56,7 +42,7 @@ class Driver:
         members: the living processes by number.
         generation, ranks: the number of the newest generation (0: none yet), and its members by rank.
         unused: the number of the next new member.
-        failed: members whose failures no later generation has survived, in order.
+        failed: exit codes of members whose failures no later generation has survived, in order.
         end: how the job has ended; None: it goes on.
     """
 
@@ -66,7 +52,7 @@ class Driver:
         self.members: dict[int, Member] = {}
         self.generation = 0
         self.ranks: tuple[int, ...] = ()
-        self.failed: list[int] = []
+        self.failed: dict[int, int] = {}
         self.end: End | None = None
         self._actions: list[Action] = []
         self.unused = 0
@@ -74,12 +60,11 @@ class Driver:
         """Whether some member can recover from failures, whether one has finished, and whether no more are started."""
         self._waiting_since = now
         """When what is waited for was first missed: hosts, the first generation, or the next one."""
-        self._ends_by: float | None = None
-        """When members that have not ended the generation count as dead; None: none has ended it."""
+        self._ends_by = math.inf
+        """When members that have not ended the generation count as dead; infinity: none has ended it."""
         self._ended = True
         self._why = ""
         self._said_waiting = now
-        self._codes: dict[int, int] = {}
         self._notices = 0
         self._noticed: set[str] = set()
         self._left: set[tuple[str, int]] = set()
@@ -123,8 +108,11 @@ class Driver:
             if what in ("here", "ready", "ended"):
                 text = self.end.text or "the job has ended"
                 self._answer(member, {"give_up": text} if self.end.code else {"stop": text})
+        elif what == "here" and self.generation:
+            member.state = State.ALONE
+            self._answer(member, {"alone": True, "place": self._expected_place(member)})
         elif what == "here":
-            self._here(member)
+            member.state = State.HERE
         elif what == "runs":
             self._recovers = True
             if member.state is State.FINISHED:  # the program trains once more
@@ -133,16 +121,15 @@ class Driver:
         elif what == "ended" and member.number in self.ranks:
             member.state, member.alone = State.WAITING, bool(thing.get("alone"))
             self._end_generation(f"member {number}: {thing.get('why') or 'it has ended here'}", now, died=False)
-            if self._ends_by is None:
-                self._ends_by = now + self.rules.grace
+            self._ends_by = min(self._ends_by, now + self.rules.grace)
         elif what in ("ready", "ended"):
             member.state = State.READY
             self.hosts.became_ready(member.host)
-            self._event("ready", f"member {number} on {member.host} is ready", member=number, host=member.host)
+            self._event_of(member, "ready", "is ready")
         elif what == "failed" and self._recovers and member.state is State.IN:
             member.state = State.FAILED
-            self._fail(member, 1)
-            self._end_generation(f"member {number} on {member.host} failed: {thing.get('why')}", now)
+            self.failed[number] = 1
+            self._end_generation(f"{member} failed: {thing.get('why')}", now)
             if self.rules.blacklist_host:
                 self._blacklist(member.host, f"member {number} has failed there", now)
         elif what == "finished":
@@ -150,7 +137,7 @@ class Driver:
             if not self._finishing:
                 self.failed.clear()  # the others finish without those
             self._finishing = self._closed = True
-            self._event("finished", f"member {number} has finished", member=number, host=member.host)
+            self._event_of(member, "finished", "has finished")
         return self.tick(now)
 
     def exited(self, number: int, code: int, now: float, how: str = "") -> list[Action]:
@@ -158,11 +145,10 @@ class Driver:
         member = self.members.pop(number, None)
         if member is None:
             return []
-        self._actions.append(Drop(f"elastic/said/{number}/"))
-        self._actions.append(Drop(f"elastic/answer/{number}/"))
+        self._actions += [Drop(f"elastic/said/{number}/"), Drop(f"elastic/answer/{number}/")]
         if self.end is not None:
             if code and number in self.ranks:
-                self._fail(member, code)
+                self.failed[number] = code
         elif member.state is not State.GONE:
             self._died(member, code, how or how_ended(code), now)
         return self.tick(now)
@@ -181,15 +167,14 @@ class Driver:
             self._finish(End(1, why))
         return self.tick(now)
 
-    def give_up(self, text: str) -> list[Action]:
+    def give_up(self, text: str, now: float) -> list[Action]:
         """End the job, because it cannot go on."""
         self._give_up(text)
-        actions, self._actions = self._actions, []
-        return actions
+        return self.tick(now)
 
     def waits(self) -> bool:
         """Whether some members have ended the generation, and others have not."""
-        return self._ends_by is not None and bool(self._missing())
+        return self._ends_by < math.inf and bool(self._missing())
 
     def reports(self) -> bool:
         """Whether members live that may still say why the job has ended."""
@@ -213,17 +198,10 @@ class Driver:
 
     # Members
 
-    def _here(self, member: Member) -> None:
-        if self.generation == 0:
-            member.state = State.HERE
-        else:
-            member.state = State.ALONE
-            self._answer(member, {"alone": True, "place": self._expected_place(member)})
-
     def _expected_place(self, member: Member) -> tuple[int, int, int, int]:
         """Return the rank, size, local rank and local size that a newcomer would have with all who live now."""
         living = sorted(number for number, other in self.members.items() if other.state not in _ENDS)
-        size = len(living) if self.rules.largest is None else min(len(living), self.rules.largest)
+        size = min(len(living), self.rules.most)
         beside = sum(self.members[number].host == member.host for number in living)
         return min(living.index(member.number), size - 1), size, member.slot, max(beside, member.slot + 1)
 
@@ -232,18 +210,16 @@ class Driver:
         newcomer, host = self.generation > 0 and not member.born, member.host
         if member.state is State.FINISHED:
             if code:
-                self._event(
-                    "died", f"member {member.number} on {host} {how} after it had finished", **facts_of(member, code)
-                )
+                self._event_of(member, "died", f"{how} after it had finished", code=code)
                 if code <= 128:
-                    self._fail(member, code)  # by itself; a killed one has lost nothing that it was asked for
+                    self.failed[member.number] = code  # by itself; a killed one has lost nothing that it was asked for
         elif code == 0 and not self._recovers:
             self._closed = True  # a process that needs no others, as in jobs that are not elastic
         else:
             self._bury(member, code, how, now)
             if not self._recovers:
                 if not self.failed:
-                    self._fail(member, code)
+                    self.failed[member.number] = code
                 self._finish(End(code))
             elif code == 0:
                 self._left.add(member.place)
@@ -257,18 +233,11 @@ class Driver:
 
     def _bury(self, member: Member, code: int, how: str, now: float) -> None:
         """Take note of the end of a member that has not finished, whatever the cause."""
-        number = member.number
-        text = f"member {number} on {member.host} {how}"
-        self._event("died" if code else "left", text, **facts_of(member, code), why=how)
-        if number in self.ranks:
+        self._event_of(member, "died" if code else "left", how, code=code, why=how)
+        if member.number in self.ranks:
             if code and not self._finishing:
-                self._fail(member, code)
-            self._end_generation(text, now)
-
-    def _fail(self, member: Member, code: int) -> None:
-        if member.number not in self.failed:
-            self.failed.append(member.number)
-        self._codes[member.number] = code
+                self.failed[member.number] = code
+            self._end_generation(f"{member} {how}", now)
 
     def _kill(self, member: Member, why: str, now: float) -> None:
         self._bury(member, _KILLED, why, now)
@@ -304,20 +273,17 @@ class Driver:
         elif self._closed or not (self._recovers or self.generation == 0):
             return
         living = [
-            member
-            for member in self.members.values()
-            if member.state not in _ENDS and self.hosts.keeps(member.place, now)
+            each for each in self.members.values() if each.state not in _ENDS and self.hosts.keeps(each.place, now)
         ]
-        largest = math.inf if self.rules.largest is None else self.rules.largest
-        wanted = largest + (self.rules.spares if self._recovers else 0) - len(living)
+        wanted = self.rules.most + (self.rules.spares if self._recovers else 0) - len(living)
         if len(living) >= self.rules.smallest:
             free = [place for place in free if place not in self._left]
-        for host, slot in free[: max(0, int(min(wanted, len(free))))]:
+        for host, slot in free[: max(0, wanted)]:
             self._left.discard((host, slot))
             number, self.unused = self.unused, self.unused + 1
             self.members[number] = Member(number, host, slot, now)
             self._actions.append(Start(number, host, slot))
-            self._event("started", f"member {number} starts on {host}", member=number, host=host, slot=slot)
+            self._event_of(self.members[number], "started", "starts", slot=slot)
 
     # Generations
 
@@ -333,43 +299,42 @@ class Driver:
         if not self._ended:
             return
         missing = self._missing()
-        if missing and self._ends_by is not None and now >= self._ends_by:
+        if missing and now >= self._ends_by:
             too_late = now >= self._waiting_since + self.rules.elastic_timeout
             for member in missing:
                 if too_late or member.lives_after < self.generation:
                     self._kill(member, f"was declared dead: it has not ended generation {self.generation} in time", now)
             missing = self._missing()
         if self.generation == 0:
-            here = [member for member in self.members.values() if member.state is State.HERE]
+            here = self._in_state(State.HERE)
             if missing or len(here) < self.rules.smallest:
                 self._wait(missing, len(here), now)
             else:
                 self._publish(here, now)
             return
         if missing:
-            if self._ends_by is not None and now >= self._ends_by:
+            if now >= self._ends_by:
                 self._wait(missing, 0, now)
             return
-        killed = [rank for rank in self.ranks if rank in self.members and self._state(rank) is State.GONE]
-        if any(now < self.members[rank].since + _KILLED_WITHIN for rank in killed):
+        living = self._living_ranks()
+        if any(member.state is State.GONE and now < member.since + _KILLED_WITHIN for member in living):
             return  # a stopped process that wakes before it dies could write into its peers' memory
-        waiting = [self.members[rank] for rank in self.ranks if self._state(rank) is State.WAITING]
+        waiting = [member for member in living if member.state is State.WAITING]
         if not waiting:
             return
         staying = [member for member in waiting if self.hosts.keeps(member.place, now)]
-        room = math.inf if self.rules.largest is None else self.rules.largest - len(staying)
         near = {member.host for member in staying}
-        ready = [member for member in self.members.values() if member.state is State.READY and not self._finishing]
+        ready = [] if self._finishing else self._in_state(State.READY)
         ready.sort(key=lambda member: (member.host not in near, member.since, member.number))
         if len(staying) >= self.rules.smallest and all(member.alone for member in staying):
             ready.clear()
-        newcomers = ready[: max(0, int(min(room, len(ready))))]
+        newcomers = ready[: max(0, self.rules.most - len(staying))]
         newcomers.sort(key=lambda member: (member.host not in near, member.number))
         if len(staying) + len(newcomers) < (1 if self._finishing else self.rules.smallest):
             self._wait(missing, len(staying) + len(newcomers), now)
             return
-        if self.rules.majority and not self._is_majority(len(waiting), bool(newcomers)):
-            self._wait([], len(waiting), now, self._lacking_majority(len(waiting)))
+        if self.rules.majority and (lacking := self._lacking_majority(len(waiting), bool(newcomers))):
+            self._wait([], len(waiting), now, lacking)
             return
         for member in waiting:
             if staying and member not in staying:
@@ -380,18 +345,23 @@ class Driver:
     def _missing(self) -> list[Member]:
         """Return the members without which the next generation cannot form."""
         if self.generation == 0:
-            return [member for member in self.members.values() if member.state is State.STARTED]
-        return [self.members[rank] for rank in self.ranks if self._state(rank) is State.IN]
+            return self._in_state(State.STARTED)
+        return [member for member in self._living_ranks() if member.state is State.IN]
+
+    def _in_state(self, state: State) -> list[Member]:
+        return [member for member in self.members.values() if member.state is state]
+
+    def _living_ranks(self) -> list[Member]:
+        return [self.members[rank] for rank in self.ranks if rank in self.members]
 
     def _state(self, number: int) -> State:
         return self.members[number].state if number in self.members else State.GONE
 
-    def _is_majority(self, waiting: int, with_newcomer: bool) -> bool:
+    def _lacking_majority(self, waiting: int, with_newcomer: bool) -> str:
+        """Say who is missing to a majority; empty: nobody."""
         finished = sum(self._state(rank) is State.FINISHED for rank in self.ranks)
-        twice = 2 * (waiting + finished)
-        return twice > len(self.ranks) or (twice == len(self.ranks) and with_newcomer)
-
-    def _lacking_majority(self, waiting: int) -> str:
+        if 2 * (waiting + finished) + with_newcomer > len(self.ranks):
+            return ""
         absent = [str(rank) for rank in self.ranks if self._state(rank) is State.GONE]
         return (
             f"members {', '.join(absent)}: {waiting} of the {len(self.ranks)} members of generation {self.generation} "
@@ -428,9 +398,10 @@ class Driver:
         if limit is not None and self.generation > limit:
             self._give_up(f"Horovod was shutdown because number of resets during elastic job exceeded limit: {limit}")
             return
-        for member in self._living_newcomers(members):
-            self._event("joined", f"member {member.number} on {member.host} joins", **facts_of(member))
         if self.generation:
+            for member in members:
+                if not member.born:
+                    self._event_of(member, "joined", "joins")
             self._actions.append(Drop(f"elastic/g{self.generation}/"))
         self.generation += 1
         self.ranks = tuple(member.number for member in members)
@@ -455,22 +426,19 @@ class Driver:
             why=self._why,
         )
         self.failed.clear()
-        self._ended, self._ends_by, self._why = False, None, ""
+        self._ended, self._ends_by, self._why = False, math.inf, ""
         self._noticed.clear()
-
-    def _living_newcomers(self, members: Sequence[Member]) -> list[Member]:
-        return [member for member in members if not member.born] if self.generation else []
 
     def _notify(self, now: float) -> None:
         """Have the members end the generation at their next commit, where there is a reason."""
         if self._ended or self._finishing:
             return
-        ranks = [self.members[rank] for rank in self.ranks if rank in self.members]
+        ranks = self._living_ranks()
         staying = [member for member in ranks if self.hosts.keeps(member.place, now)]
         reasons = {"removed"} if len(staying) < len(ranks) else set()
-        ready = [member for member in self.members.values() if member.state is State.READY]
+        ready = self._in_state(State.READY)
         on_the_way = any(member.state in (State.STARTED, State.ALONE) for member in self.members.values())
-        fits = bool(ready) and (self.rules.largest is None or len(staying) < self.rules.largest)
+        fits = bool(ready) and len(staying) < self.rules.most
         # All together, if they come close to each other.
         if fits and (not on_the_way or now >= min(member.since for member in ready) + self.rules.grace):
             reasons.add("added")
@@ -490,28 +458,31 @@ class Driver:
     def _stop(self, member: Member, why: str) -> None:
         self._answer(member, {"stop": why})
         member.state = State.GONE
-        self._event("stopped", f"member {member.number} on {member.host} is told to end: {why}", **facts_of(member))
+        self._event_of(member, "stopped", f"is told to end: {why}")
 
     def _give_up(self, text: str) -> None:
         for member in self.members.values():
             if member.state in _WAITS:
                 self._answer(member, {"give_up": text})
         self._event("gave_up", text)
-        self._finish(End(self._codes[self.failed[0]] if self.failed else 1, text))
+        self._finish(End(self._code(1), text))
 
     def _look_for_end(self) -> None:
         ranks = [rank for rank in self.ranks if self._state(rank) is not State.GONE]
         if self._finishing:
-            for member in self.members.values():
-                if member.state is State.READY:
-                    self._stop(member, "the job is done")
+            for member in self._in_state(State.READY):
+                self._stop(member, "the job is done")
             if not ranks:
-                self._finish(End(self._codes[self.failed[0]] if self.failed else 0))
+                self._finish(End(self._code(0)))
         elif self.generation and not ranks:
             text = "all ranks have ended, and the state with them" if self._recovers else ""
-            self._finish(End(self._codes[self.failed[0]] if self.failed else int(self._recovers), text))
+            self._finish(End(self._code(int(self._recovers)), text))
         elif self.unused and not self.members and self._closed:
             self._finish(End(0))
+
+    def _code(self, otherwise: int) -> int:
+        """The exit code of the first member whose failure was not survived."""
+        return next(iter(self.failed.values()), otherwise)
 
     def _finish(self, end: End) -> None:
         if self.end is None:
@@ -523,3 +494,6 @@ class Driver:
 
     def _event(self, kind: str, text: str, **fields: Any) -> None:
         self._actions.append(Event(kind, text, fields))
+
+    def _event_of(self, member: Member, kind: str, text: str, **fields: Any) -> None:
+        self._event(kind, f"{member} {text}", member=member.number, host=member.host, **fields)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -37,6 +37,10 @@ class Rules:
     spares: int = 0
     fixed: bool = False
     majority: bool = False
+
+    @property
+    def most(self) -> int:
+        return sys.maxsize if self.largest is None else self.largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,31 +134,9 @@ class Member:
     alone: bool = False
     lives_after: int = 0
 
+    def __str__(self) -> str:
+        return f"member {self.number} on {self.host}"
+
     @property
     def place(self) -> tuple[str, int]:
         return self.host, self.slot
-
-
-def facts_of(member: Member, code: int | None = None) -> dict[str, Any]:
-    """Return the fields of an event that is about a member."""
-    return {"member": member.number, "host": member.host, **({} if code is None else {"code": code})}
-
-
-def how_ended(code: int) -> str:
-    """Return in words how a process has ended."""
-    if code > 128 and code - 128 in set(signal.Signals):
-        return f"was killed by {signal.Signals(code - 128).name}"
-    return f"failed with exit code {code}" if code else "has left (exit code 0)"
-
-
-def ranks_in_words(number: int) -> str:
-    """Return ``1 rank`` or ``3 ranks``."""
-    return f"{number} rank{'' if number == 1 else 's'}"
-
-
-def numbered(members: Sequence[Member]) -> str:
-    """Return members in words: ``members 0, 1, 2``."""
-    numbers = ", ".join(str(member.number) for member in members[:8])
-    return f"member{'s' if len(members) > 1 else ''} {numbers}" + (
-        f" and {len(members) - 8} more" if len(members) > 8 else ""
-    )

@@ -262,6 +262,6 @@ class Owner:
             if not self._driver.end.text:
                 members = ", ".join(map(str, event.fields["failed"]))
                 text = f"members {members} died before any of the members could recover from that"
-                self._carry_out(self._driver.give_up(text))
+                self._carry_out(self._driver.give_up(text, time.monotonic()))
             for token, knock in self._early:
                 self._welcome(token, knock, time.monotonic())

@@ -293,6 +293,8 @@ def main() -> None:
 
     @elastic.on_event
     def note(event: elastic.Event) -> None:
+        if event.facts:
+            return  # the driver's
         log(event.kind, why=event.why, seconds=event.seconds, generation=event.generation, members=event.members)
         if event.kind == "ended":
             if recover == "retry":

@@ -14,8 +14,8 @@ _listeners: list[Callable[[Event], object]] = []
 
 
 class Event(NamedTuple):
-    """Something that has happened to the job: to this rank, as it has seen it; or, with ``facts``, to any, as the job's
-    driver has.
+    """Something that has happened to the job: to this rank, as it has seen it; or, with ``facts``, to any rank or host,
+    as the job's driver has seen it.
 
     Attributes:
         kind: of this rank: "ended" (a generation, because of a failure or a notice), "renewed" (the next one is there),

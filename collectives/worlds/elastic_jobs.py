@@ -18,7 +18,6 @@ A generation's ranks meet at the same store, under keys that no other generation
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,25 +25,21 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from collectives.base.config import Config, parse_address
+from collectives.base.config import Config
 from collectives.base.errors import (
     CollectivesError,
     CollectiveTimeoutError,
-    InvalidArgumentError,
     RankFailedError,
     RecoverableError,
     TransportError,
     in_words,
 )
 from collectives.base.logging import logger
-from collectives.transport.stores import job_key
 from collectives.worlds.world import World
 
 if TYPE_CHECKING:
     from collectives.transport.stores.store import Store
 
-MEMBER = "COLLECTIVES_MEMBER"
-"""The variable with a member's number, by which a process knows that its job is elastic."""
 TIMEOUT = "COLLECTIVES_ELASTIC_TIMEOUT"
 ADDED, REMOVED = 2, 1
 """What notices say, as bits: processes wait to be admitted; hosts are to be left."""
@@ -78,6 +73,7 @@ class Job:
         generation: the number of the present one, or of the one that ended last; 0: there was none.
         members: its members, by rank. ``born``: the generation in which each of them was admitted.
         came_late: whether this member has come when a generation ran.
+        others_renewed: whether others have begun the present generation by `renew`, and this member has not.
         expected: while it waits to be admitted: the place that it will have, if nobody comes or goes before.
         on_death: called in another thread when a member of a generation has died, with the generation and a sentence.
         on_event: of all jobs: called in another thread with each of the driver's events; None: nobody wants them.
@@ -96,7 +92,7 @@ class Job:
         self.member, self.generation = member, 0
         self.members: tuple[int, ...] = ()
         self.born: tuple[int, ...] = ()
-        self.came_late = False
+        self.came_late = self.others_renewed = False
         self.expected: Place | None = None
         self._news: dict[int, int] = {}
         self._over = (0, "")
@@ -272,26 +268,3 @@ class _StoreOfGeneration:
 
     def close(self) -> None:
         self._store.close()
-
-
-def from_environment() -> Job | None:
-    """This process's part in its job; None: the job is not elastic.
-
-    Raises:
-        InvalidArgumentError: the variables that a launcher has set are not all there.
-    """
-    number = os.environ.get(MEMBER, "")
-    if not number:
-        return None
-    key = job_key.from_environment(os.environ)
-    try:
-        host, port = parse_address(os.environ["COLLECTIVES_RENDEZVOUS"])
-        member, timeout = int(number), float(os.environ.get(TIMEOUT, DEFAULT_TIMEOUT))
-    except (KeyError, ValueError):
-        key = None
-    if key is None:
-        raise InvalidArgumentError(
-            f"{MEMBER}={number!r}: expected a number, and with it COLLECTIVES_RENDEZVOUS and COLLECTIVES_KEY, which "
-            "collectivesrun --min-np sets for the processes that it starts"
-        )
-    return Job(member, host, port, key, timeout)

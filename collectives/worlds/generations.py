@@ -8,21 +8,18 @@ program asks of the default world, ranks and sizes, then follows. The job's driv
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from collectives.base import interrupts, logging
+from collectives.base import interrupts
 from collectives.base.config import Config
-from collectives.base.errors import CollectivesError, NotInitializedError, RecoverableError, first_line, in_words
-from collectives.worlds import runtime
+from collectives.base.errors import CollectivesError, first_line, in_words
+from collectives.worlds import runtime, succession
 from collectives.worlds.elastic_jobs import Job
 from collectives.worlds.runtime import default
-from collectives.worlds.world import World
 
 _NOTICED_WITHIN = 0.3
-_Sets = Sequence[tuple[int, Sequence[int]]]
-"""Process sets, by number and members."""
 
 
 def job() -> Job | None:
@@ -35,7 +32,7 @@ def enter() -> bool:
     until it is admitted: its world of one ends, and the generation's takes its place.
 
     Returns:
-        Whether it did.
+        Whether the others have begun the generation by `renew`, and this process has not.
 
     Raises: as `renew`.
     """
@@ -46,13 +43,14 @@ def enter() -> bool:
     job.on_death = _fail
     if job.generation:
         job.say("runs")
-        return False
-    with interrupts.deferred(), default.held():
-        world = job.ready(Config.from_environment())
-        began = time.monotonic()
-        _end("this process was admitted", failed=False)
-        _begin(world, job, began, "this process was admitted")
-    return True
+    else:
+        with interrupts.deferred(), default.held():
+            world = job.ready(Config.from_environment())
+            began = time.monotonic()
+            succession.end(default.world, "this process was admitted", failed=False)
+            succession.begin(default, world, job, began, "this process was admitted")
+    others_renewed, job.others_renewed = job.others_renewed, False
+    return others_renewed
 
 
 def renew(why: BaseException | str, record: Any = None) -> list[Any]:
@@ -85,10 +83,10 @@ def renew(why: BaseException | str, record: Any = None) -> list[Any]:
     began = time.monotonic()
     with interrupts.deferred(), default.held():
         sets = default.known.by_members(job.members)
-        _end(text, failed)
+        succession.end(default.world, text, failed)
         try:
             world = job.next(text, Config.from_environment(), alone=record is not None)
-            return _begin(world, job, began, text, sets, record)
+            return succession.begin(default, world, job, began, text, sets, record)
         except BaseException:
             default.forget()
             raise
@@ -124,48 +122,3 @@ def _fail(generation: int, why: str) -> None:
     if job.generation == generation and world is not None and world is default.world and world.failure is None:
         with suppress(ValueError):  # the program's thread has given its memory back meanwhile
             world.fail(why)
-
-
-def _end(why: str, failed: bool) -> None:
-    """End the default world here; never waits for another rank, and never raises. It remains the default world, so that
-    ranks and sizes can be asked for, until the next one takes its place."""
-    world = default.world
-    if world is None:
-        return
-    if failed and world.failure is None:
-        world.fail(f"its generation has ended: {why}")  # the others may not know, and wait for this rank
-    with suppress(CollectivesError, NotInitializedError):
-        world.shutdown()
-
-
-def _begin(world: World, job: Job, began: float, why: str, sets: _Sets = (), record: Any = None) -> list[Any]:
-    """Make a world the default one, and the process sets in it, and go on with the timeline; the next world, if ranks
-    die meanwhile. Returns the ranks' records.
-
-    Args:
-        began, why: when the change of generations began, and its cause.
-        sets: which this process was in or knew of.
-    """
-    while True:
-        default.adopt(world)
-        logging.place(world.rank)
-        try:
-            is_survivor = job.born[world.rank] < job.generation
-            everyone = world.allgather_object((record, is_survivor, sets), name="generation.records")
-            survivors_sets: _Sets = next((sets for _, survived, sets in everyone if survived), [])
-            default.known.remake(_remaining(survivors_sets, job), world)
-            if world.config.timeline:
-                world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles, goes_on=True)
-                world.record("generations", f"generation {job.generation}", began, members=list(job.members), why=why)
-            return [record for record, _, _ in everyone]
-        except RecoverableError as error:
-            why = in_words(world.rank, error)
-            _end(why, failed=True)
-            world = job.next(why, Config.from_environment(), alone=record is not None)
-
-
-def _remaining(sets: _Sets, job: Job) -> list[tuple[int, list[int]]]:
-    """The sets that have members left, by number and the ranks that these have now."""
-    ranks = {member: rank for rank, member in enumerate(job.members)}
-    remaining = [(number, sorted(ranks[member] for member in members if member in ranks)) for number, members in sets]
-    return [(number, members) for number, members in remaining if members]

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from collectives.base import interrupts, launchers, logging
-from collectives.base.config import Config, parse_bool, unknown
+from collectives.base.config import Config
 from collectives.base.errors import (
     CollectivesError,
     CollectiveTimeoutError,
@@ -26,7 +26,7 @@ from collectives.engine.messages.matching import ANY_SOURCE
 from collectives.transport.stores.rendezvous import Asked
 from collectives.transport.stores.rendezvous import asked as check_asked
 from collectives.transport.threads import thread_groups
-from collectives.worlds import connect, elastic_jobs, summary
+from collectives.worlds import connect, elastic_environment, elastic_jobs, succession, summary
 from collectives.worlds.exit_hooks import RECORDS, Hooks
 from collectives.worlds.known_sets import KnownSets
 from collectives.worlds.process_sets import ProcessSet
@@ -37,12 +37,6 @@ if TYPE_CHECKING:
 
 global_process_set = ProcessSet(None)
 """All ranks."""
-
-_RANK_VARIABLES = (
-    *("COLLECTIVES_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
-    *("RANK", "SLURM_PROCID", "JAX_PROCESS_ID"),
-)
-"""Launchers' variables of this rank's number."""
 
 
 class _Default:
@@ -185,11 +179,11 @@ def init(
             )
         connect.check_place(asked)
         if comm is None and not asked.explicit:
-            default.job = default.job or _job_of_environment()
-        several = launchers.mpi_may_join(os.environ) or launchers.several(os.environ) is not None
-        several = several or default.job is not None
+            default.job = default.job or elastic_environment.job()
+        several = default.job is not None or launchers.mpi_may_join(os.environ) or launchers.several(os.environ)
         if "mpi4py.MPI" in sys.modules or several or asked.explicit:
             _watch_exit()  # the others must not wait for a rank that fails for an invalid setting
+        goes_on = default.job is not None and default.job.generation > 0
         config = Config.from_environment()
         logging.configure(config.log_level)
         default.joining = True
@@ -198,13 +192,15 @@ def init(
         finally:
             default.joining = False
         logging.place(world.rank)
-        _log_description(world)
-    if world.config.timeline and not _is_newcomer():
+        summary.log(world)
+    if world.config.timeline and not goes_on and not _is_newcomer():
         world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles)
     if sets:
         with interrupts.deferred():
             if _is_newcomer():
                 default.known.foresee(sets, world)
+            elif default.job is not None and default.job.others_renewed:
+                default.known.recognize(sets, world, comm)  # the others have made them again
             else:
                 default.known.add_first(sets, world, default.comm)
 
@@ -240,25 +236,11 @@ def _is_newcomer() -> bool:
     return default.job is not None and not default.job.generation
 
 
-def _job_of_environment() -> elastic_jobs.Job | None:
-    text = os.environ.get("COLLECTIVES_ELASTIC", "").strip() or "0"
-    try:
-        is_elastic = parse_bool(text)
-    except ValueError:
-        raise InvalidArgumentError(f"COLLECTIVES_ELASTIC={text!r}: expected {parse_bool.__doc__}") from None
-    job = elastic_jobs.from_environment()
-    if job is not None or not is_elastic:
-        return job
-    from collectives.worlds import elastic_members  # with asyncio, which not all programs need
-
-    return elastic_members.from_environment(os.environ)
-
-
 def _world_of_job(job: elastic_jobs.Job, config: Config) -> World:
     """The world that this member of an elastic job begins with: of the first generation; or of itself, while others
     have one; or, after a `shutdown`, of the next."""
     if job.generation:
-        return job.next("init() was called again", config)
+        return succession.begin_again(default, job, config)
     return job.join(config) or World(thread_groups.connect(1)[0], config)
 
 
@@ -483,25 +465,12 @@ def stop_timeline() -> None:
     world().stop_timeline()
 
 
-def _log_description(world: World) -> None:
-    """Log a description of the world, and unknown settings in the environment, on rank 0."""
-    if world.rank:
-        return
-    mpi = sys.modules.get("mpi4py.MPI") if world.network == "mpi" else None
-    library = summary.mpi_version(mpi.Get_library_version()) if mpi else ""
-    placement, transport = world.planner.placement, world.config.transport
-    logging.logger.info("%s", summary.describe(placement, transport, library, world.network))
-    for sentence in unknown(os.environ):
-        logging.logger.warning("%s", sentence)
-
-
 def _watch_exit() -> None:
     """Watch how this process ends, from before it joins the others, which may already wait for it."""
     if default.hooks is None:
         connect.finalize_at_exit()  # exit handlers run in reverse order
-        rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), "0")
-        records = os.environ.get(RECORDS)
-        default.hooks = Hooks(int(rank), connect.abort, _publish, records, all_left=_all_left, leave=_leave)
+        rank, records = launchers.rank(os.environ), os.environ.get(RECORDS)
+        default.hooks = Hooks(rank, connect.abort, _publish, records, all_left=_all_left, leave=_leave)
 
 
 def _publish(text: str) -> None:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from collectives.base.config import unknown
+from collectives.base.logging import logger
 from collectives.plan.planner import Placement
+
+if TYPE_CHECKING:
+    from collectives.worlds.world import World
 
 
 def mpi_version(text: str) -> str:
@@ -29,3 +38,14 @@ def describe(placement: Placement, transport: str, library: str, network: str) -
     media += [] if placement.one_host else [f"between hosts {messages}"]
     by = library or network.upper()
     return f"{placement.size} ranks on {hosts}, connected by {by}; transports: {', '.join(media)}"
+
+
+def log(world: World) -> None:
+    """Log a description of a world, and unknown settings in the environment, on rank 0."""
+    if world.rank:
+        return
+    mpi = sys.modules.get("mpi4py.MPI") if world.network == "mpi" else None
+    library = mpi_version(mpi.Get_library_version()) if mpi else ""
+    logger.info("%s", describe(world.planner.placement, world.config.transport, library, world.network))
+    for sentence in unknown(os.environ):
+        logger.warning("%s", sentence)

@@ -104,6 +104,48 @@ def run(folder: Path, program: str, survivors: tuple[int, ...], options: str = "
     return shown
 
 
+BACK = """
+from collectives import elastic
+
+members = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
+hvd.init(process_sets=members)
+member, numbers = int(os.environ["COLLECTIVES_MEMBER"]), []
+state = elastic.ObjectState(step=0)
+
+@elastic.run(recover=RECOVER)
+def train(state):
+    while state.step < 8:
+        assert hvd.allreduce(member, op=hvd.Sum, name="step") == 3
+        for each in members:
+            if each.included():
+                ranks = each.ranks
+                assert hvd.allreduce(member, op=hvd.Sum, name="of set", process_set=each) == sum(ranks), ranks
+        state.step += 1
+        state.commit()
+        if state.step == 4 and member in LEAVE and not numbers:
+            raise ValueError("the program's own")
+
+try:
+    train(state)
+except ValueError:
+    hvd.shutdown()
+    members = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
+    hvd.init(process_sets=members)
+    numbers.append(hvd.size())
+    train(state)
+assert state.step == 8 and numbers == [3] * (member in LEAVE)
+print("member", member, "is done")
+"""
+
+
+@pytest.mark.parametrize("recover", ["restore", "retry"])
+@pytest.mark.parametrize("leave", [(0,), (2,), (0, 1, 2)])
+def test_an_init_in_the_middle_joins_the_others(leave: tuple[int, ...], recover: str, tmp_path: Path) -> None:
+    """Ranks that have called shutdown and init meet those that have renewed the generation; or all have called it."""
+    program = NUMPY.partition("first =")[0] + BACK.replace("LEAVE", str(leave)).replace("RECOVER", repr(recover))
+    run(tmp_path, program, survivors=(0, 1, 2))
+
+
 @pytest.mark.parametrize("hosts", [1, 3], ids=["one host", "hosts"])
 def test_process_sets_and_handles_over_generations(hosts: int, tmp_path: Path) -> None:
     env = {"COLLECTIVES_LOCAL_SIZE": "1"} if hosts > 1 else {}

@@ -127,6 +127,8 @@ def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
 
 def call(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Outcome:
     """Call a function on this rank; the others are told of its failure, and this process can be a rank again."""
+    if runtime.is_initialized() and runtime.world().failure is not None:
+        runtime.shutdown()  # a world that has failed in an earlier call
     try:
         return Outcome(function(*args, **(kwargs or {})))
     except BaseException as error:

@@ -1,0 +1,293 @@
+"""`RayExecutor`: actors that are ranks, for one call after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.queue import Empty, Queue
+
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    NotInitializedError,
+    RankFailedError,
+)
+from collectives.launch import hosted_ranks
+from collectives.launch.hosted_ranks import Outcome
+from collectives.launch.records import Record
+from collectives.ray.placement import Group, Shape
+from collectives.ray.worker import Worker
+
+_LOOK = 0.1
+"""Seconds between two looks at what rank 0 has logged."""
+_AFTER_FAILURE = 10.0
+"""Seconds for which the other ranks of one that has failed may still say how they fared."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to wait, and by which interfaces the ranks speak; see `RayExecutor.create_settings`."""
+
+    timeout_s: float = 300.0
+    placement_group_timeout_s: float = 100.0
+    nics: frozenset[str] = frozenset()
+
+
+class RayExecutor:
+    """Actors of a Ray cluster that are ranks until `shutdown`.
+
+    Their processes stay: what a function has imported or kept is there in the next call. The ranks of a host follow
+    each other. A rank sees the GPUs of all ranks of its host, so that ``local_rank()`` is the number of its own. Works
+    in Ray's client mode too.
+
+    Args:
+        settings: of `create_settings`; by default its defaults.
+        num_workers: how many ranks, packed onto few hosts.
+        num_hosts, num_workers_per_host: or how many hosts, and ranks on each of them.
+        cpus_per_worker: of each rank.
+        use_gpu, gpus_per_worker: whether ranks have GPUs, and how many; 1 by default.
+        use_current_placement_group: whether workers are placed in the placement group in which this program runs, if it
+            runs in one.
+
+    Raises:
+        InvalidArgumentError: arguments that do not go together.
+
+    Example:
+        executor = RayExecutor(num_workers=2)
+        executor.start()
+        executor.run(train, args=["/data"])      # a list with the result of each rank
+        executor.shutdown()
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int | None = 1,
+        cpus_per_worker: float = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: int | None = None,
+        use_current_placement_group: bool = True,
+    ) -> None:
+        if gpus_per_worker and not use_gpu:
+            raise InvalidArgumentError(f"RayExecutor: gpus_per_worker={gpus_per_worker}: expected also use_gpu=True")
+        if gpus_per_worker is not None and gpus_per_worker < 0:
+            raise InvalidArgumentError(f"RayExecutor: gpus_per_worker={gpus_per_worker}: expected at least 1")
+        gpus = (gpus_per_worker or 1) if use_gpu else 0
+        self._shape = Shape(
+            num_workers, num_hosts, num_workers_per_host or 1, cpus_per_worker, gpus, use_current_placement_group
+        )
+        self._shape.check()
+        self._settings = settings or Settings()
+        self._group: Group | None = None
+        self._workers: list[Any] = []
+        self._hosts: list[str] = []
+        self._lost = ""
+        """Which worker's process has ended."""
+
+    @classmethod
+    def create_settings(
+        cls,
+        timeout_s: float = 30.0,
+        ssh_identity_file: str | None = None,
+        ssh_str: str | None = None,
+        placement_group_timeout_s: float = 100.0,
+        nics: Sequence[str] | set[str] | None = None,
+    ) -> Settings:
+        """Settings for an executor.
+
+        Args:
+            timeout_s: seconds within which the actors must have started.
+            ssh_identity_file, ssh_str: have no effect: nothing is started by ssh. They are part of Horovod's interface.
+            placement_group_timeout_s: seconds within which Ray must have a place for the workers.
+            nics: names of network interfaces, one of which is used on each host.
+        """
+        return Settings(timeout_s, placement_group_timeout_s, frozenset(nics or ()))
+
+    def start(
+        self,
+        executable_cls: Callable[..., Any] | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the workers.
+
+        Args:
+            executable_cls: called on each of them; `execute` hands what it returns to its function.
+            executable_args, executable_kwargs: its arguments.
+            extra_env_vars: variables that are set before.
+
+        Raises:
+            CollectiveTimeoutError: Ray had no place for them, or the processes have not started in time.
+            RankFailedError: ``executable_cls`` has raised.
+        """
+        if self._workers:
+            raise InvalidArgumentError("RayExecutor.start: the workers have been started; call shutdown() before")
+        extra = {name: str(text) for name, text in (extra_env_vars or {}).items()}
+        if self._settings.nics:
+            extra.setdefault("COLLECTIVES_NETWORK_INTERFACE", ",".join(sorted(self._settings.nics)))
+        self._group = Group(self._shape, self._settings.placement_group_timeout_s)
+        try:
+            self._start(extra)
+            if executable_cls is not None:
+                made = [
+                    worker.keep.remote(executable_cls, list(executable_args or ()), dict(executable_kwargs or {}))
+                    for worker in self._workers
+                ]
+                self._results(made, "start")
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(self, extra: Mapping[str, str]) -> None:
+        assert self._group is not None
+        actor, shape = ray.remote(Worker), self._shape
+        workers = [
+            actor.options(num_cpus=shape.cpus, num_gpus=shape.gpus, scheduling_strategy=place).remote()
+            for place in self._group.places()
+        ]
+        self._workers = workers
+        self._within([worker.be.remote(extra) for worker in workers])
+        nodes, gpus, sites = zip(*self._within([worker.here.remote() for worker in workers]), strict=True)
+        places: list[dict[str, str]] = hosted_ranks.arrange(sites)
+        for number, variables in enumerate(places):
+            visible = [gpu for node, own in zip(nodes, gpus, strict=True) if node == nodes[number] for gpu in own]
+            if visible:
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible))
+        self._within([worker.be.remote(variables) for worker, variables in zip(workers, places, strict=True)])
+        order = sorted(range(len(workers)), key=lambda number: int(places[number]["COLLECTIVES_RANK"]))
+        self._workers = [workers[number] for number in order]
+        self._hosts = [sites[number].name for number in order]
+
+    def _within(self, references: Sequence[Any]) -> list[Any]:
+        """What the workers answer while they start."""
+        try:
+            answers: list[Any] = ray.get(list(references), timeout=self._settings.timeout_s)
+            return answers
+        except GetTimeoutError:
+            raise CollectiveTimeoutError(
+                f"RayExecutor.start: the {len(references)} workers have not started within "
+                f"{self._settings.timeout_s:g} s; see Ray's logs, or raise timeout_s of create_settings"
+            ) from None
+
+    def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None) -> list[Any]:
+        """Call ``fn(executable)`` on all ranks; otherwise as `run`."""
+        return self._collect(lambda worker, queue: worker.execute.remote(fn, queue), callbacks, "execute")
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Call ``fn(executable)`` on rank 0 alone, and return its result."""
+        return self._results([self._all()[0].execute.remote(fn)], "execute_single")[0]
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callable[[Any], Any]] | None = None,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on all ranks, and return the results by rank.
+
+        The function calls `collectives.init` itself.
+
+        Args:
+            fn: anything that cloudpickle can pickle.
+            args, kwargs: its arguments, the same on every rank.
+            callbacks: functions that are called here with each value that rank 0 passes to `collectives.ray.log`.
+
+        Raises:
+            RankFailedError: a rank has raised, or its process has ended; has the traceback of the first failure. The
+                others' collectives end. If no process has ended, the executor can be used again.
+            NotInitializedError: the workers have not been started.
+        """
+        given, named = list(args or ()), dict(kwargs or {})
+        return self._collect(lambda worker, queue: worker.call.remote(fn, given, named, queue), callbacks, "run")
+
+    def run_remote(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on all ranks, and return references to the results at once, for ``ray.get``."""
+        given, named = list(args or ()), dict(kwargs or {})
+        return [worker.result.remote(fn, given, named) for worker in self._all()]
+
+    def shutdown(self) -> None:
+        """End the workers. Idempotent."""
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers, self._lost = [], ""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _all(self) -> list[Any]:
+        if not self._workers:
+            raise NotInitializedError("RayExecutor: the workers have not been started: call start() before")
+        if self._lost:
+            raise RankFailedError(f"RayExecutor: {self._lost}")
+        return self._workers
+
+    def _collect(
+        self, begin: Callable[[Any, Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None, what: str
+    ) -> list[Any]:
+        queue = Queue(actor_options={"num_cpus": 0}) if callbacks else None
+        try:
+            references = [begin(worker, queue) for worker in self._all()]
+            return self._results(references, what, queue, callbacks or ())
+        finally:
+            if queue is not None:
+                queue.shutdown()
+
+    def _results(
+        self,
+        references: Sequence[Any],
+        what: str,
+        queue: Any = None,
+        callbacks: Sequence[Callable[[Any], Any]] = (),
+    ) -> list[Any]:
+        outcomes: dict[Any, Outcome] = {}
+        end = float("inf")
+        while len(outcomes) < len(references) and time.monotonic() < end:
+            pending = [reference for reference in references if reference not in outcomes]
+            looks = queue is not None or end < float("inf")
+            ready, _ = ray.wait(pending, num_returns=1, timeout=_LOOK if looks else None)
+            for reference in ready:
+                outcomes[reference] = self._outcome(reference, references.index(reference))
+            _tell(queue, callbacks)
+            if end == float("inf") and any(outcome.failure for outcome in outcomes.values()):
+                end = time.monotonic() + _AFTER_FAILURE
+        if end < float("inf"):
+            with suppress(RayError):  # of workers that have ended, or still compute
+                ray.wait([worker.leave.remote() for worker in self._workers], timeout=_AFTER_FAILURE)
+        return hosted_ranks.results([outcomes[each] for each in references if each in outcomes], f"RayExecutor.{what}")
+
+    def _outcome(self, reference: Any, rank: int) -> Outcome:
+        try:
+            outcome: Outcome = ray.get(reference)
+            return outcome
+        except RayActorError:
+            self._lost = (
+                f"the process of rank {rank} on {self._hosts[rank]} has ended: see Ray's logs, and the kernel's for "
+                "lack of memory; call shutdown() and start() again"
+            )
+            text = f"RankFailedError: {self._lost}"
+        except RayError as error:
+            text = f"{type(error).__name__}: {error}"
+        return Outcome(None, Record(rank, 1, text, time.time(), self._hosts[rank]))
+
+
+def _tell(queue: Any, callbacks: Sequence[Callable[[Any], Any]]) -> None:
+    """Call the callbacks with what rank 0 has logged."""
+    while queue is not None:
+        try:
+            value = queue.get_nowait()
+        except Empty:
+            return
+        for callback in callbacks:
+            callback(value)

@@ -54,16 +54,16 @@ def run(
     """Call ``function(*args, **kwargs)`` on ``np`` ranks of a new job; see `collectives.run`, which calls this."""
     with tempfile.TemporaryDirectory(prefix="collectives-run-") as name:
         folder = Path(name)
-        (folder / CALL).write_bytes(_pickled(function, tuple(args), dict(kwargs or {})))
+        (folder / CALL).write_bytes(pickled(function, tuple(args), dict(kwargs or {})))
         values = {"-np": np, "--min-np": min_np, "--max-np": max_np, "--host-discovery-script": host_discovery_script}
         own = [f"{flag}={value}" for flag, value in values.items() if value is not None] + list(options)
         program = [executable or sys.executable, "-m", "collectives.launch.run_function", name]
         elastic = cli.check_arguments([*own, *program])
         arguments = [*own, *([f"--elastic-events={folder / EVENTS}"] if elastic else []), *program]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_search_path())}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
         code = _wait([sys.executable, "-m", "collectives.launch", *arguments], environment, timeout)
         if elastic:
-            return _of_elastic_job(folder, code)
+            return of_elastic_job(folder, code)
         failures = [records.parse(path.read_bytes()) for path in folder.glob(FAILURE.format("*"))]
         first = records.culprit(failure for failure in failures if failure is not None)
         if first is not None:
@@ -74,15 +74,19 @@ def run(
         return [_returned(folder, rank) for rank in range(np)]
 
 
-def _of_elastic_job(folder: Path, code: int) -> list[Any]:
-    """Return what the members have returned, by rank; those that finished before the last generation come last."""
+def of_elastic_job(folder: Path, code: int, what: str = "run") -> list[Any]:
+    """Return what the members have returned, by rank; those that finished before the last generation come last.
+
+    Raises:
+        RankFailedError: the job has ended with an exit code; ``what`` begins its text.
+    """
     lines = (folder / EVENTS).read_text().splitlines() if (folder / EVENTS).exists() else []
     events = [json.loads(line) for line in lines]
     if code:
         failed: list[int] = next((event["failed"] for event in reversed(events) if event["event"] == "done"), [])
         texts = [record.text for member in failed if (record := _failure(folder, member)) is not None]
         texts += [event["text"] for event in events if event["event"] in ("gave_up", "died")][-1:]
-        raise RankFailedError(f"run: the elastic job ended with exit code {code}: {texts[0] if texts else ''}")
+        raise RankFailedError(f"{what}: the elastic job ended with exit code {code}: {texts[0] if texts else ''}")
     ranks: list[int] = next((event["members"] for event in reversed(events) if event["event"] == "generation"), [])
     members = [int(path.name.removeprefix(RESULT.format(""))) for path in folder.glob(RESULT.format("*[0-9]"))]
     members.sort(key=lambda member: (ranks.index(member) if member in ranks else len(ranks), member))
@@ -94,7 +98,8 @@ def _failure(folder: Path, rank: int) -> records.Record | None:
     return records.parse(path.read_bytes()) if path.exists() else None
 
 
-def _pickled(*call: object) -> bytes:
+def pickled(*call: object) -> bytes:
+    """A function and its arguments as bytes; InvalidArgumentError: they cannot be pickled."""
     try:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
@@ -108,7 +113,7 @@ def _pickled(*call: object) -> bytes:
     return data
 
 
-def _search_path() -> list[str]:
+def search_path() -> list[str]:
     """Return this process's module search path without its Python's own folders: the ranks' Python has its own."""
     library = sysconfig.get_path("stdlib")
     own = [library, os.path.join(library, "lib-dynload"), site.getusersitepackages()]

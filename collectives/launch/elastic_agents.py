@@ -186,7 +186,7 @@ class ElasticAgents(Agents):
     def _begin(self, start: Start) -> None:
         """Start a member, and an agent on its host if there is none; a host from which this one cannot be reached is
         lost."""
-        remote = "" if ssh.is_here(start.host) else start.host
+        remote = self._name_elsewhere(start.host)
         try:
             variables = self._variables(start, remote)
         except (InvalidArgumentError, OSError) as error:
@@ -201,6 +201,10 @@ class ElasticAgents(Agents):
             one.send(self.command, self.environment, 0, self._config.peer_timeout)
         self._hosts[start.member] = start.host
         one.begin(start.member, variables)
+
+    def _name_elsewhere(self, host: str) -> str:
+        """The name by which `remote` reaches a host; empty: it is this one."""
+        return "" if ssh.is_here(host) else host
 
     def _variables(self, start: Start, remote: str) -> dict[str, str]:
         """Return a member's own variables, which name it and its place as of now."""

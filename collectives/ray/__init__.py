@@ -17,7 +17,8 @@ try:
 except ImportError:
     raise MissingDependencyError("collectives.ray needs Ray: pip install ray") from None
 
+from collectives.ray.elastic import ElasticRayExecutor as ElasticRayExecutor
 from collectives.ray.executor import RayExecutor as RayExecutor
 from collectives.ray.worker import log as log
 
-__all__ = ["RayExecutor", "log"]
+__all__ = ["ElasticRayExecutor", "RayExecutor", "log"]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -17,10 +18,12 @@ from collectives.base.errors import (
     InvalidArgumentError,
     NotInitializedError,
     RankFailedError,
+    UnsupportedError,
 )
 from collectives.launch import hosted_ranks
 from collectives.launch.hosted_ranks import Outcome
 from collectives.launch.records import Record
+from collectives.ray.elastic import ElasticRayExecutor
 from collectives.ray.placement import Group, Shape
 from collectives.ray.worker import Worker
 
@@ -54,6 +57,11 @@ class RayExecutor:
         use_gpu, gpus_per_worker: whether ranks have GPUs, and how many; 1 by default.
         use_current_placement_group: whether workers are placed in the placement group in which this program runs, if it
             runs in one.
+        min_workers: makes the job elastic, as `collectives.ray.ElasticRayExecutor` has it: the fewest workers that it
+            goes on with. Then there are `run` and `execute` alone.
+        max_workers, reset_limit, cooldown_range, elastic_timeout: of elastic jobs, as for
+            `ElasticRayExecutor.create_settings`.
+        override_discovery: has no effect; it is part of Horovod's interface.
 
     Raises:
         InvalidArgumentError: arguments that do not go together.
@@ -75,22 +83,46 @@ class RayExecutor:
         use_gpu: bool = False,
         gpus_per_worker: int | None = None,
         use_current_placement_group: bool = True,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: Sequence[float] | None = None,
+        elastic_timeout: float = 600.0,
+        override_discovery: bool = True,
     ) -> None:
         if gpus_per_worker and not use_gpu:
             raise InvalidArgumentError(f"RayExecutor: gpus_per_worker={gpus_per_worker}: expected also use_gpu=True")
         if gpus_per_worker is not None and gpus_per_worker < 0:
             raise InvalidArgumentError(f"RayExecutor: gpus_per_worker={gpus_per_worker}: expected at least 1")
+        if max_workers is not None and min_workers is None:
+            raise InvalidArgumentError(f"RayExecutor: max_workers={max_workers}: expected also min_workers")
         gpus = (gpus_per_worker or 1) if use_gpu else 0
-        self._shape = Shape(
-            num_workers, num_hosts, num_workers_per_host or 1, cpus_per_worker, gpus, use_current_placement_group
-        )
-        self._shape.check()
         self._settings = settings or Settings()
+        self._elastic: ElasticRayExecutor | None = None
+        self._makes_executable: Callable[[], Any] = lambda: None
         self._group: Group | None = None
         self._workers: list[Any] = []
         self._hosts: list[str] = []
         self._lost = ""
         """Which worker's process has ended."""
+        if min_workers is not None:
+            if num_workers is not None or num_hosts is not None:
+                raise InvalidArgumentError("RayExecutor: expected min_workers, or num_workers or num_hosts, got both")
+            elastic_settings = ElasticRayExecutor.create_settings(
+                min_workers,
+                max_workers,
+                reset_limit,
+                elastic_timeout,
+                self._settings.timeout_s,
+                nics=",".join(sorted(self._settings.nics)),
+                cooldown_range=cooldown_range,
+            )
+            self._elastic = ElasticRayExecutor(elastic_settings, use_gpu, cpus_per_worker, gpus or None)
+            return
+        self._shape = Shape(
+            num_workers, num_hosts, num_workers_per_host or 1, cpus_per_worker, gpus, use_current_placement_group
+        )
+        self._shape.check()
 
     @classmethod
     def create_settings(
@@ -134,6 +166,11 @@ class RayExecutor:
         extra = {name: str(text) for name, text in (extra_env_vars or {}).items()}
         if self._settings.nics:
             extra.setdefault("COLLECTIVES_NETWORK_INTERFACE", ",".join(sorted(self._settings.nics)))
+        if self._elastic is not None:
+            self._elastic.variables |= extra
+            if executable_cls is not None:
+                self._makes_executable = partial(executable_cls, *(executable_args or ()), **(executable_kwargs or {}))
+            return self._elastic.start()
         self._group = Group(self._shape, self._settings.placement_group_timeout_s)
         try:
             self._start(extra)
@@ -180,6 +217,8 @@ class RayExecutor:
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None) -> list[Any]:
         """Call ``fn(executable)`` on all ranks; otherwise as `run`."""
+        if self._elastic is not None:
+            return self._elastic.run(partial(_with_executable, self._makes_executable, fn), callbacks)
         return self._collect(lambda worker, queue: worker.execute.remote(fn, queue), callbacks, "execute")
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
@@ -208,6 +247,8 @@ class RayExecutor:
             NotInitializedError: the workers have not been started.
         """
         given, named = list(args or ()), dict(kwargs or {})
+        if self._elastic is not None:
+            return self._elastic.run(partial(fn, *given, **named), callbacks)
         return self._collect(lambda worker, queue: worker.call.remote(fn, given, named, queue), callbacks, "run")
 
     def run_remote(
@@ -227,6 +268,8 @@ class RayExecutor:
             self._group = None
 
     def _all(self) -> list[Any]:
+        if self._elastic is not None:
+            raise UnsupportedError("RayExecutor: elastic jobs (min_workers) have run() and execute() alone")
         if not self._workers:
             raise NotInitializedError("RayExecutor: the workers have not been started: call start() before")
         if self._lost:
@@ -280,6 +323,11 @@ class RayExecutor:
         except RayError as error:
             text = f"{type(error).__name__}: {error}"
         return Outcome(None, Record(rank, 1, text, time.time(), self._hosts[rank]))
+
+
+def _with_executable(make: Callable[[], Any], function: Callable[[Any], Any]) -> Any:
+    """On a rank of an elastic job."""
+    return function(make())
 
 
 def _tell(queue: Any, callbacks: Sequence[Callable[[Any], Any]]) -> None:

@@ -57,7 +57,7 @@ def test_the_ranks_search_where_the_program_does_but_for_its_python(
     library = os.path.dirname(os.__file__)
     own = [library, os.path.join(library, "lib-dynload"), *site.getsitepackages()]
     monkeypatch.setattr(sys, "path", ["", *own, str(tmp_path / "gone"), os.sep, ""])
-    assert api._search_path() == [str(tmp_path), os.sep]
+    assert api.search_path() == [str(tmp_path), os.sep]
 
 
 @pytest.mark.parametrize(

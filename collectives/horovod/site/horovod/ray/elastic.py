@@ -1,0 +1,3 @@
+"""``horovod.ray.elastic`` is `collectives.ray`."""
+
+from collectives.ray import ElasticRayExecutor as ElasticRayExecutor

@@ -1,0 +1,3 @@
+"""``horovod.ray.runner`` is `collectives.ray`."""
+
+from collectives.ray import RayExecutor as RayExecutor

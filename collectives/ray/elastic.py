@@ -1,0 +1,206 @@
+"""`ElasticRayExecutor`: an elastic job whose hosts are the nodes of a Ray cluster that grows and shrinks."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from collectives.base.config import Config
+from collectives.base.errors import InvalidArgumentError, NotInitializedError, RankFailedError
+from collectives.launch import job
+from collectives.launch import rank as before_rank
+from collectives.launch.api import EVENTS, of_elastic_job, pickled, search_path
+from collectives.launch.elastic_terms import Rules
+from collectives.launch.output import Output
+from collectives.ray.nodes import Hosts, Members, Remote, Slot
+
+_WIDTH = 4
+_OURS = ("COLLECTIVES_", "HOROVOD_")
+
+
+@dataclass(frozen=True)
+class ElasticSettings:
+    """See `ElasticRayExecutor.create_settings`."""
+
+    min_num_proc: int = 1
+    max_num_proc: int | None = None
+    reset_limit: int | None = None
+    elastic_timeout: float = 600.0
+    timeout_s: float = 30.0
+    cooldown_range: tuple[float, float] | None = None
+    nics: str = ""
+
+
+class ElasticRayExecutor:
+    """Runs training functions that survive the loss of ranks and nodes, and take in new ones; see docs/elastic.md.
+
+    Each node has as many ranks as its CPUs and GPUs have room for, which are reserved for the job; nodes that come
+    later are taken in. The launcher's driver decides, as for ``collectivesrun --host-discovery-script``.
+
+    Args:
+        settings: of `create_settings`; by default its defaults.
+        use_gpu: whether ranks have GPUs.
+        cpus_per_slot, gpus_per_slot: of each rank.
+        env_vars: variables of the ranks.
+        override_discovery: False: ``discovery`` finds the hosts. It is part of Horovod's interface.
+        discovery: a function that returns the present hosts, as `collectives.ray.nodes.Hosts` does.
+
+    Attributes:
+        variables: of the ranks.
+
+    Raises:
+        InvalidArgumentError: arguments that do not go together.
+
+    Example:
+        executor = ElasticRayExecutor(ElasticRayExecutor.create_settings(min_num_proc=2), cpus_per_slot=2)
+        executor.start()
+        results = executor.run(train)     # a function that has its inner part under @collectives.elastic.run
+    """
+
+    def __init__(
+        self,
+        settings: ElasticSettings | None = None,
+        use_gpu: bool = False,
+        cpus_per_slot: float = 1,
+        gpus_per_slot: float | None = None,
+        env_vars: Mapping[str, Any] | None = None,
+        override_discovery: bool = True,
+        discovery: Callable[[], Any] | None = None,
+    ) -> None:
+        if gpus_per_slot and not use_gpu:
+            raise InvalidArgumentError(f"ElasticRayExecutor: gpus_per_slot={gpus_per_slot}: expected also use_gpu=True")
+        if override_discovery == (discovery is not None):
+            raise InvalidArgumentError("ElasticRayExecutor: expected override_discovery=False together with discovery")
+        self.settings = settings or ElasticSettings()
+        self._slot = Slot(cpus_per_slot, (gpus_per_slot or 1) if use_gpu else 0)
+        self._discovery = discovery or Hosts(self._slot)
+        self.variables = {name: str(text) for name, text in (env_vars or {}).items()}
+
+    @staticmethod
+    def create_settings(
+        min_num_proc: int = 1,
+        max_num_proc: int | None = None,
+        reset_limit: int | None = None,
+        elastic_timeout: float = 600.0,
+        timeout_s: float = 30.0,
+        ssh_identity_file: str | None = None,
+        nics: str | None = None,
+        min_np: int | None = None,
+        max_np: int | None = None,
+        cooldown_range: Sequence[float] | None = None,
+        **ignored: Any,
+    ) -> ElasticSettings:
+        """Settings for an executor.
+
+        Args:
+            min_num_proc, max_num_proc: the fewest ranks that the job goes on with, and the most; None: as many as the
+                cluster takes. ``min_np`` and ``max_np`` are Horovod's earlier names.
+            reset_limit: how often the ranks may change; None: any number of times.
+            elastic_timeout: seconds that the job waits for missing ranks.
+            timeout_s: seconds within which Ray has to start the job's process on a node.
+            cooldown_range: seconds, the least and the most, for which a node that has failed is not used.
+            nics: a network interface, or several separated by commas, of which each host uses one.
+            ssh_identity_file, ignored: have no effect: nothing is started by ssh. They are part of Horovod's interface.
+        """
+        smallest = min_num_proc if min_np is None else min_np
+        largest = max_num_proc if max_np is None else max_np
+        if smallest < 1 or (largest is not None and largest < smallest):
+            raise InvalidArgumentError(
+                f"ElasticRayExecutor: expected 1 <= min_num_proc <= max_num_proc, got {smallest} and {largest}"
+            )
+        cooldown = (cooldown_range[0], cooldown_range[1]) if cooldown_range else None
+        return ElasticSettings(smallest, largest, reset_limit, elastic_timeout, timeout_s, cooldown, nics or "")
+
+    def start(self) -> None:
+        """Check that there is a cluster; NotInitializedError if not."""
+        if not ray.is_initialized():
+            raise NotInitializedError("ElasticRayExecutor: Ray is not connected: call ray.init() before")
+
+    def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
+        """Call a function on all ranks; nodes and ranks may come and go meanwhile.
+
+        Args:
+            worker_fn: anything that cloudpickle can pickle. It calls `collectives.init`, and a training function under
+                `collectives.elastic.run`.
+            callbacks: must be empty: ranks are processes that Ray does not know. (Those of Horovod hear what ranks
+                log.)
+
+        Returns:
+            What the ranks of the last generation have returned, by rank, and those that had finished before it.
+
+        Raises:
+            RankFailedError: the job could not go on; has the traceback of the failure.
+        """
+        self.start()
+        if callbacks:
+            raise InvalidArgumentError(
+                "ElasticRayExecutor.run: callbacks: ranks of elastic jobs cannot log to this program; have rank 0 "
+                "write a file, or call an actor of yours"
+            )
+        settings = self.settings
+        environment = {name: text for name, text in os.environ.items() if name.startswith(_OURS)}
+        environment |= {"PYTHONPATH": os.pathsep.join(search_path()), "PYTHONUNBUFFERED": "1", **self.variables}
+        if settings.nics:
+            environment["COLLECTIVES_NETWORK_INTERFACE"] = settings.nics
+        rules = Rules(
+            smallest=settings.min_num_proc,
+            largest=settings.max_num_proc,
+            elastic_timeout=settings.elastic_timeout,
+            reset_limit=settings.reset_limit,
+            cooldown=settings.cooldown_range,
+        )
+        call = pickled(worker_fn, (), {})
+        launcher = ray.remote(_Launcher).options(num_cpus=0).remote()
+        try:
+            running = launcher.run.remote(rules, self._discovery, self._slot, call, environment, settings.timeout_s)
+            results: bytes = ray.get(running)
+            return list(importlib.import_module("cloudpickle").loads(results))
+        except RayActorError as error:
+            raise RankFailedError(f"ElasticRayExecutor.run: the job's launcher has ended: {error}") from error
+        finally:
+            ray.kill(launcher)
+
+
+class _Launcher:
+    """The actor in which the job's driver runs: nodes reach it, wherever the program is."""
+
+    def run(
+        self,
+        rules: Rules,
+        discovery: Callable[[], Any],
+        slot: Slot,
+        call: bytes,
+        environment: Mapping[str, str],
+        timeout: float,
+    ) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="collectives-ray-") as folder:
+            os.chdir(folder)  # the folder in which ranks start, on all nodes
+            config = Config.from_environment(environment)
+            remote = Remote(timeout=timeout, folder=folder, call=call, slot=slot)
+            program = [sys.executable, "-m", "collectives.launch.run_function", folder]
+            members = Members(
+                rules,
+                discovery,
+                before_rank.pack(["", str(_WIDTH), "", "", *program]),
+                environment,
+                config,
+                remote,
+                event_files=[str(Path(folder, EVENTS))],
+            )
+            try:
+                code = job.run(members, Output(max(rules.largest or 2, 2), verbose=True))
+                remote.collect()
+                returned = of_elastic_job(Path(folder), code, "ElasticRayExecutor.run")
+                data: bytes = importlib.import_module("cloudpickle").dumps(returned)
+                return data
+            finally:
+                os.chdir("/")

@@ -1,0 +1,110 @@
+"""An elastic job on a local Ray cluster of several nodes: a rank is killed, a node comes, and goes."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ray = pytest.importorskip("ray", reason="Ray is not installed")
+
+import collectives  # noqa: E402
+from collectives import InvalidArgumentError, RankFailedError  # noqa: E402
+from collectives.ray import ElasticRayExecutor, RayExecutor  # noqa: E402
+
+pytestmark = pytest.mark.slow
+ROOT = str(Path(__file__).parents[2])
+WITHIN = 120.0
+STEPS = 30
+
+
+def train(folder: str) -> tuple[int, float, list[int]]:
+    """Trains until the file "done" is there; rank 0 notes in "sizes" with how many ranks."""
+    collectives.init()
+    sizes: list[int] = []
+
+    @collectives.elastic.run
+    def loop(state: Any) -> tuple[int, float, list[int]]:
+        while True:
+            time.sleep(0.02)
+            if os.environ["COLLECTIVES_MEMBER"] == "1" and state.step == STEPS:
+                os.kill(os.getpid(), signal.SIGKILL)
+            is_done = np.array([Path(folder, "done").exists()], np.int8)
+            if collectives.allreduce(is_done, op=collectives.Max, name="done")[0]:
+                return state.step, state.total, sizes
+            state.total += float(collectives.allreduce(np.full(1, collectives.rank() + 1.0), average=True)[0])
+            state.step += 1
+            if sizes[-1:] != [collectives.size()]:
+                sizes.append(collectives.size())
+                if collectives.rank() == 0:
+                    Path(folder, "sizes").write_text(" ".join(map(str, sizes)))
+            state.commit()
+
+    return loop(collectives.elastic.ObjectState(step=0, total=0.0))
+
+
+def fail() -> None:
+    collectives.init()
+    raise ValueError("as asked")
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + WITHIN
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)  # another process writes the file
+
+
+def test_a_rank_is_killed_a_node_comes_and_goes(tmp_path: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    try:
+        ray.init(cluster.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})
+        executor = ElasticRayExecutor(ElasticRayExecutor.create_settings(min_num_proc=1, timeout_s=60))
+        executor.start()
+        results: list[Any] = []
+        job = threading.Thread(target=lambda: results.extend(executor.run(lambda: train(str(tmp_path)))), daemon=True)
+        job.start()
+
+        def sizes() -> list[int]:
+            path = tmp_path / "sizes"
+            return [int(word) for word in path.read_text().split()] if path.exists() else []
+
+        wait_for(lambda: sizes()[:3] == [2, 1, 2])  # member 1 has been killed, and another one has come
+        node = cluster.add_node(num_cpus=1)
+        wait_for(lambda: sizes()[-1:] == [3])
+        cluster.remove_node(node, allow_graceful=False)
+        wait_for(lambda: sizes()[-1:] == [2])
+        (tmp_path / "done").touch()
+        job.join(WITHIN)
+        assert len(results) == 2
+        assert len({(steps, total) for steps, total, _ in results}) == 1
+        assert results[0][2] == sizes()
+
+        with pytest.raises(RankFailedError, match=r"ElasticRayExecutor.run: .*\n?.*ValueError: as asked|as asked"):
+            executor.run(fail)
+        same = RayExecutor(min_workers=1, max_workers=2)
+        same.start(executable_cls=lambda start: [start], executable_args=[5])
+        assert same.execute(len) == [1, 1]
+        with pytest.raises(InvalidArgumentError, match=r"run\(\) and execute\(\) alone"):
+            same.run_remote(fail)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_mistakes_are_said() -> None:
+    with pytest.raises(InvalidArgumentError, match="expected 1 <= min_num_proc <= max_num_proc, got 4 and 2"):
+        ElasticRayExecutor.create_settings(min_num_proc=4, max_num_proc=2)
+    with pytest.raises(InvalidArgumentError, match="expected also use_gpu=True"):
+        ElasticRayExecutor(gpus_per_slot=1)
+    with pytest.raises(InvalidArgumentError, match="expected also min_workers"):
+        RayExecutor(max_workers=2)
+    with pytest.raises(InvalidArgumentError, match="got both"):
+        RayExecutor(min_workers=1, num_workers=2)

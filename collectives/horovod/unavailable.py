@@ -28,10 +28,6 @@ INSTEAD = {
     "horovod.tensorflow.keras",
     "horovod.mxnet": "there is no adapter for MXNet; collectives.allreduce and the others take its tensors by DLPack",
     "horovod.spark": f"there is nothing for Spark; {_LAUNCHING}",
-    **{
-        f"horovod.ray.{name}": "use RayExecutor and ElasticRayExecutor of horovod.ray, without its inner parts"
-        for name in ("adapter", "driver_service", "elastic_v2", "strategy", "utils", "worker")
-    },
     **{f"horovod.runner.{name}": _OWN_PARTS for name in _PARTS.split()},
 }
 """The alternative to each module; submodules are unavailable as well."""

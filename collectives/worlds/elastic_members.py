@@ -35,10 +35,10 @@ from collectives.base.places import Spot
 from collectives.base.wake_up import WakeUp
 from collectives.transport.backoff import Backoff
 from collectives.transport.stores import job_key, rendezvous
-from collectives.transport.stores.meeting import Meeting, listening_at
+from collectives.transport.stores.meeting import Meeting, listening_at, listening_host
 from collectives.transport.stores.store import Store, StoreServer
 from collectives.transport.tcp import network
-from collectives.worlds.elastic_jobs import BEYOND, DEFAULT_TIMEOUT, PIECE, TIMEOUT, Job
+from collectives.worlds.elastic_jobs import BEYOND, DEFAULT_TIMEOUT, TIMEOUT, Job
 from collectives.worlds.elastic_owner import BEAT_EVERY, Heard, Owner
 from collectives.worlds.world import World
 
@@ -46,6 +46,10 @@ SMALLEST, LARGEST, QUORUM = "COLLECTIVES_MIN_SIZE", "COLLECTIVES_MAX_SIZE", "COL
 _LONGEST_NAP = 0.05
 _ATTEMPT = 5.0
 """Seconds in which a store answers."""
+_ONCE_MORE = 2.0
+"""Seconds, at least, in which an owner answers that was silent before."""
+_PIECE = 2.0
+"""Seconds of one request; by so much later than the thread that beats do others notice that an owner is silent."""
 _SENT_EVERY = 2.0
 """Seconds between two looks for a rank 0 that was started again."""
 
@@ -281,14 +285,15 @@ class MemberJob(Job):
     def _keep(self) -> None:
         """Beat, and, when the store is not served any more, turn to a successor, or be it. In a thread of its own."""
         while self._owner is None:
-            store = self._store_at(*self._address, waits=0.0)
+            store, answered = self._store_at(*self._address, waits=0.0), time.monotonic()
             try:
                 while store.address == self._address:
                     store.set(f"elastic/beat/{self.member}", b"")
+                    answered = time.monotonic()
                     self._come_to_know(store)
                     self._poked.wait(BEAT_EVERY)
             except TransportError as error:
-                self._lost = "" if self._turn() else str(error)
+                self._lost = "" if self._turn(time.monotonic() - answered) else str(error)
                 if self._lost:
                     return
             except RuntimeError:
@@ -303,8 +308,9 @@ class MemberJob(Job):
             with suppress(CollectiveTimeoutError):  # a successor does not know of its part yet
                 self._roll = json.loads(store.get("elastic/roll"))
 
-    def _turn(self) -> bool:
-        """Turn to the first member of the generation that lives. Returns whether there is one."""
+    def _turn(self, silence: float) -> bool:
+        """Turn to the first member of the generation that lives; the owner has been silent for some seconds. Returns
+        whether there is one."""
         roll, dead = self._roll, dict[int, str]()
         for member, (host, port) in zip(roll.get("members", ()), roll.get("addresses", ()), strict=True):
             if member == self.member:
@@ -312,8 +318,9 @@ class MemberJob(Job):
                 return True
             store = self._store_at(host, port)
             try:
-                store.connect(self._lease)
-                if not self.generation and (host, port) != self._address:
+                is_owner = (host, port) == self._address
+                store.connect(max(_ONCE_MORE, self._lease - silence) if is_owner else self._lease)
+                if not self.generation and not is_owner:
                     self._knock(store)
             except (OSError, CollectivesError) as error:
                 dead[member] = f"does not answer at {network.joined(host, port)}: {error}"
@@ -331,17 +338,26 @@ class MemberJob(Job):
         owner.resume(roll, dead)
         where = f"tcp://{network.joined(*self._announced)}"
         logger.warning("elastic job: member %d serves the store from now on, at %s", self.member, where)
-        try:
-            listening_at(*self._rendezvous, self._server.listen)
-        except OSError:
+        if not self._listens_at_rendezvous():
             logger.warning("elastic job: newcomers need COLLECTIVES_RENDEZVOUS=%s, or rank 0 started again", where)
             threading.Thread(target=self._send_here, name="collectives-moved", daemon=True).start()
         self._owner = owner
         self._meet_at(*self._announced)
 
+    def _listens_at_rendezvous(self) -> bool:
+        """Listen where the members met, if that is an address of this host, and is free."""
+        assert self._server is not None
+        host, port = self._rendezvous
+        try:
+            self._server.listen(listening_host(host, port), port)
+        except OSError:
+            return False
+        return True
+
     def _send_here(self) -> None:
-        """Tell rank 0, whenever it is started again and serves a store where the members met, where the job goes on."""
-        while True:
+        """Tell rank 0, whenever it is started again and serves a store where the members met, where the job goes on;
+        until this process can listen there itself, once a stopped owner of this host has ended."""
+        while not self._listens_at_rendezvous():
             store = self._store_at(*self._rendezvous)
             with suppress(OSError, CollectivesError):
                 store.connect(self._lease)
@@ -373,7 +389,7 @@ class MemberJob(Job):
     def _make_store(self) -> Store:
         return self._store_at(*self._address)
 
-    def _store_at(self, host: str, port: int, waits: float = PIECE) -> Store:
+    def _store_at(self, host: str, port: int, waits: float = _PIECE) -> Store:
         return Store(host, port, self._key, waits, self._service, self._lease)
 
 

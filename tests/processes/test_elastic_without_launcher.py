@@ -187,6 +187,19 @@ def test_members_and_the_owner_die_and_a_newcomer_joins(tmp_path: Path) -> None:
         job.finish([ranks[1], newcomer])
 
 
+def test_newcomers_find_the_job_once_a_stopped_owner_is_gone(tmp_path: Path) -> None:
+    """While it is stopped, no other process can listen where the members meet."""
+    with processes(tmp_path, COLLECTIVES_PEER_TIMEOUT=2) as job:
+        ranks = job.first(3)
+        ranks[0].signal(signal.SIGSTOP)
+        job.form(2, (1, 2), ranks[1:])
+        ranks[0].signal(signal.SIGKILL)
+        newcomer = job.start()
+        number = newcomer.prints(r"generation 3 of 1 2 (\d+) here \1").group(1)
+        job.form(3, (1, 2, number), ranks[1:])
+        job.finish([*ranks[1:], newcomer])
+
+
 def test_one_of_two_does_not_go_on_alone(tmp_path: Path) -> None:
     with processes(tmp_path, COLLECTIVES_ELASTIC_TIMEOUT=3) as job:
         ranks = job.first(2)

@@ -79,3 +79,14 @@ def test_the_connection_to_a_former_store_is_closed_once_no_thread_waits_there()
     job._store.close()
     for one in (server, other, service, job._service):
         one.close()
+
+
+def test_a_successor_does_not_listen_in_the_name_of_another_host() -> None:
+    """Newcomers would not find it there: it has to tell rank 0, once that is started again."""
+    job: Any = from_environment(BASE | {"COLLECTIVES_RENDEZVOUS": "tcp://192.0.2.1:29400"})
+    job._server = job._serve("127.0.0.1", 0)
+    try:
+        assert not job._listens_at_rendezvous()
+    finally:
+        job._server.close()
+        job._service.close()

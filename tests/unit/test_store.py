@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from queue import SimpleQueue
@@ -201,6 +202,24 @@ def test_a_lost_connection_is_made_anew(server: StoreServer, client: Callable[..
     assert one._sock is not None
     one._sock.shutdown(socket.SHUT_RDWR)
     assert one.get("a") == b"1"
+
+
+def test_a_server_that_falls_silent_is_not_dialled_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has had the time that an answer may take."""
+    dialled, dial_server, awake = [], Store._dial, threading.Event()
+    monkeypatch.setattr(Store, "_dial", lambda store, seconds: dialled.append(store) or dial_server(store, seconds))
+    silent = Service()
+    server = StoreServer(silent, "127.0.0.1", 0, KEY, lambda key, value: key == "late" and awake.wait(20))
+    store = Store(*server.address, KEY, 10.0, service, answers_within=0.5)
+    store.set("early", b"1")
+    with pytest.raises(TransportError, match=r"no answer within 0\.5 s"):
+        store.set("late", b"2")
+    assert len(dialled) == 1
+    awake.set()
+    store.set("early", b"3")
+    store.close()
+    server.close()
+    silent.close()
 
 
 def test_dropped_connections_and_huge_answers(service: Service) -> None:

@@ -134,7 +134,7 @@ class Meeting:
 
 def listening_at(host: str, port: int, listen: Callable[[str, int], T]) -> T:
     """Have ``listen(address, port)`` listen where others reach this host by a name or address. OSError: it cannot."""
-    address = _listening_host(host, port)
+    address = listening_host(host, port)
     try:
         return listen(address, port)
     except OSError as error:
@@ -144,7 +144,7 @@ def listening_at(host: str, port: int, listen: Callable[[str, int], T]) -> T:
         return listen(_any_address(address), port)
 
 
-def _listening_host(host: str, port: int) -> str:
+def listening_host(host: str, port: int) -> str:
     """The address on which to listen so that others reach this host by a name.
 
     A host's own name is often one of its loopback addresses for itself (``127.0.1.1``), and another one for others.

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -248,11 +248,14 @@ class Store:
     def _answered(self, request: bytes, seconds: float) -> tuple[bytes, bytes]:
         sock, self._sock = self._sock, None  # an answer that arrives after an exception belongs to no request
         if sock is not None:
-            with suppress(OSError, EOFError):
+            try:
                 answer = self._service.run(_exchange(sock, request), seconds)
                 self._sock = sock
                 return answer
-        sock = self._dial(_CONNECT_WITHIN)
+            except (OSError, EOFError) as error:
+                if isinstance(error, TimeoutError) and error.errno is None:
+                    raise  # the connection is whole, and the server silent
+        sock = self._dial(min(_CONNECT_WITHIN, self._answers_within))
         answer = self._service.run(_exchange(sock, request), seconds)
         self._sock = sock
         return answer

@@ -2,6 +2,8 @@
 
     python -m benchmarks.chaos --count 300                    # about ten minutes on two cores
     python -m benchmarks.chaos --only kill/transfer,stop/ --seed 3
+    python -m benchmarks.chaos --framework torch --retry
+    python -m benchmarks.chaos --without-launcher             # the processes of COLLECTIVES_ELASTIC=1
     python -m benchmarks.chaos --hosts 4 --cluster TOOL       # on hosts that TOOL makes, as of benchmarks.cluster
     python -m benchmarks.chaos --scale                        # 1, 4, 2, 3 ranks by a discovery file
     python -m benchmarks.chaos --remakes 1000                 # worlds one after the other in the same processes
@@ -18,17 +20,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from benchmarks import cli, report
 from benchmarks.chaos import hosts as made_hosts
 from benchmarks.chaos import judge
-from benchmarks.chaos.deaths import COLUMNS, ENDS, HOST_ENDS, ROWS, TRIGGERED, Plan, draw
-from benchmarks.chaos.job import ROOT, Outcome, run, scale
+from benchmarks.chaos.deaths import COLUMNS, ENDS, GRADIENTS, HOST_ENDS, ROWS, TRIGGERED, Plan, draw
+from benchmarks.chaos.frameworks import FRAMEWORKS
+from benchmarks.chaos.job import ROOT, Outcome
 from benchmarks.chaos.report import Result, plot, table
+from benchmarks.chaos.run import run, scale
+from benchmarks.chaos.training import NUMPY
 from benchmarks.cluster import VARIABLE
 
 _SIZES = (1, 4, 2, 3)
@@ -45,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_count("--first", default=0, least=0, help="number of the first job; with the seed it says what is drawn")
     flags.add_count("--jobs", default=1, help="jobs at a time")
     only = f"as ROW/COLUMN, ROW/ or /COLUMN, comma-separated; rows: {', '.join((*ROWS, *ENDS, *HOST_ENDS))}"
-    flags.add_argument("--only", default="", metavar="LIST", help=f"{only}; columns: {', '.join(COLUMNS)}")
+    flags.add_argument(
+        "--only", default="", metavar="LIST", help=f"{only}; columns: {', '.join((*COLUMNS, GRADIENTS))}"
+    )
     flags.add_count("--hosts", default=0, least=0, help="run on so many hosts that the tool makes; 0: on this one")
     tool = f"makes hosts (default: ${VARIABLE})"
     flags.add_argument("--cluster", default=os.environ.get(VARIABLE), metavar="TOOL", help=tool)
@@ -53,11 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output", type=Path, metavar="DIR", help="for the plot, the JSON file, and output of wrong jobs"
     )
     flags.add_argument("--retry", action="store_true", help="retry steps, so that none is lost; else return to commits")
+    frameworks = (NUMPY, *FRAMEWORKS)
+    flags.add_argument("--framework", default=NUMPY, choices=frameworks, help="whose optimizer combines the gradients")
+    flags.add_argument("--without-launcher", action="store_true", help="start the processes by hand")
     flags.add_argument("--scale", action="store_true", help=f"run one job with {', '.join(map(str, _SIZES))} ranks")
     flags.add_count("--remakes", default=0, least=0, help="make and end so many worlds in the same two processes")
     chosen = flags.parse_args(arguments)
     if chosen.hosts and not chosen.cluster:
         flags.error(f"argument --cluster: name the tool that makes hosts, or set {VARIABLE}")
+    if chosen.hosts and chosen.without_launcher:
+        flags.error("argument --without-launcher: the processes are on this host; leave out --hosts")
+    if chosen.retry and chosen.framework == "jax":
+        flags.error("argument --retry: what JAX has compiled is not retried")
     if chosen.remakes:
         return remake(chosen.remakes)
     try:
@@ -68,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen.output.mkdir(parents=True, exist_ok=True)
     if chosen.scale:
         return _tell(Result(), scale(_SIZES), chosen.output)
-    plans = _plans(chosen.count, chosen.deaths, chosen.seed, chosen.first, cells, chosen.hosts, chosen.retry)
+    kind = dict(hosts=chosen.hosts, retry=chosen.retry, framework=chosen.framework, by_hand=chosen.without_launcher)
+    plans = _plans(chosen.count, chosen.deaths, chosen.seed, chosen.first, cells, kind)
     result = Result()
     begun, lock = time.monotonic(), threading.Lock()
 
@@ -94,12 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plans(
-    count: int, per_job: int, seed: int, first: int, only: Sequence[tuple[str, str]], hosts: int, retry: bool
+    count: int, per_job: int, seed: int, first: int, only: Sequence[tuple[str, str]], kind: Mapping[str, Any]
 ) -> Iterator[Plan]:
     """The plans of jobs that have so many deaths together."""
     number = first
     while count > 0:
-        plan = draw(number, seed, min(per_job, count), only, hosts=hosts, retry=retry)
+        plan = draw(number, seed, min(per_job, count), only, **kind)
         yield plan
         count -= len(plan.deaths) + bool(plan.end)
         number += 1
@@ -130,7 +146,7 @@ def _cells(text: str) -> list[tuple[str, str]]:
     cells = []
     for word in filter(None, (word.strip() for word in text.split(","))):
         row, _, column = word.partition("/")
-        if (row and row not in (*ROWS, *ENDS, *HOST_ENDS)) or (column and column not in COLUMNS):
+        if (row and row not in (*ROWS, *ENDS, *HOST_ENDS)) or (column and column not in (*COLUMNS, GRADIENTS)):
             raise ValueError(f"expected ROW/COLUMN, got {word!r}")
         cells.append((row, column))
     return cells

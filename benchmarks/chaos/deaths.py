@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from benchmarks.chaos.training import NUMPY
+
 ROWS = {
     "kill": 4,
     "_exit": 2,
@@ -25,6 +27,9 @@ HOST_OFF, HOST_CUT = HOST_ENDS = ("host off", "host cut")
 COLUMNS = ("user code", "blocking", "fused", "mapped", "persistent", "large", "commit", "forming", "transfer", "init")
 """Where a rank dies: between operations; in an operation of a kind; in a commit; while the next generation forms; while
 the state is sent to newcomers; in `collectives.init`, as a newcomer. Large operations use direct reads, or TCP."""
+GRADIENTS = "gradients"
+FRAMEWORK_COLUMNS = ("user code", GRADIENTS, "commit", "forming", "transfer", "init")
+"""Those of a training through a framework's optimizer, which combines gradients instead."""
 TRIGGERED = ("forming", "transfer", "init")
 """Columns that another rank's death leads to."""
 STOPS = ("stop", "long stop", "late stop")
@@ -65,6 +70,8 @@ class Plan:
         tcp: whether every rank counts as a host of its own.
         deaths: in order; each leaves ranks that go on.
         retry: whether survivors retry steps, instead of returning to the last commit.
+        framework: what they train with.
+        by_hand: whether the benchmark itself starts the processes, without a launcher.
         end: how it ends: one of `ENDS` or `HOST_ENDS`, or "" for when it is done.
     """
 
@@ -75,24 +82,38 @@ class Plan:
     deaths: tuple[Death, ...]
     end: str = ""
     retry: bool = False
+    framework: str = NUMPY
+    by_hand: bool = False
 
     def __str__(self) -> str:
-        how = f"{'TCP' if self.tcp else 'memory'}{', retried' if self.retry else ''}"
+        how = f"{self.framework}, {'TCP' if self.tcp else 'memory'}{', retried' if self.retry else ''}"
+        how += ", without launcher" if self.by_hand else ""
         return f"job {self.number} of seed {self.seed}, {how}, up to {self.largest} ranks"
 
 
 def draw(
-    number: int, seed: int, count: int, only: Sequence[tuple[str, str]], *, hosts: int = 0, retry: bool = False
+    number: int,
+    seed: int,
+    count: int,
+    only: Sequence[tuple[str, str]],
+    *,
+    hosts: int = 0,
+    retry: bool = False,
+    framework: str = NUMPY,
+    by_hand: bool = False,
 ) -> Plan:
     """Return the plan of a job of ``count`` deaths; ``only``: pairs of rows and columns, each "" for any."""
     random = Random(f"chaos {seed} {number}")
-    ends = [end for end in (*ENDS, *(HOST_ENDS if hosts else ())) if not only or (end, "") in only]
+    possible = (*(ENDS[by_hand:]), *(HOST_ENDS if hosts else ()))
+    ends = [end for end in possible if not only or (end, "") in only]
     cells = [
         (row, column)
         for row in ROWS
-        for column in COLUMNS
+        for column in (COLUMNS if framework == NUMPY else FRAMEWORK_COLUMNS)
         if (not only or {(row, column), (row, ""), ("", column)} & {*only})
         and not (row == "late stop" and (column == "init" or hosts))  # nobody waits for a newcomer, or so briefly
+        # A newcomer has no number yet; and members that go on without a majority may each do so alone.
+        and not (by_hand and ((row in STOPS and column == "init") or (retry and row == "long stop")))
     ]
     # Every few jobs end otherwise than by being done; where only such ends are wanted, all do.
     end = random.choice(ends) if ends and (not cells or number % 4 == 3 or (hosts and number % 2)) else ""
@@ -102,7 +123,9 @@ def draw(
     deaths = [
         death if death.row != "exit 0" else replace(death, row="_exit") for death in deaths if death not in leaves[:1]
     ] + leaves[:1]
-    return Plan(number, seed, random.choice((3, 4, 4)), bool(hosts) or number % 3 == 2, tuple(deaths), end, retry)
+    # Without a launcher a generation needs a majority of the one before it.
+    largest, tcp = 4 if by_hand else random.choice((3, 4, 4)), bool(hosts) or number % 3 == 2
+    return Plan(number, seed, largest, tcp, tuple(deaths), end, retry, framework, by_hand)
 
 
 def _death(random: Random, cells: Sequence[tuple[str, str]]) -> Death:

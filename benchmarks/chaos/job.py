@@ -1,4 +1,4 @@
-"""A job: starts it, has its ranks die one after the other, ends it, and looks for what it leaves behind."""
+"""A job of our launcher: it is started, its ranks die, it ends, and what it leaves behind is looked for."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.deaths import HOST_CUT, HOST_ENDS, HOST_OFF, STOPS, TRIGGERED, Death, Plan
+from benchmarks.chaos.deaths import GRADIENTS, HOST_CUT, HOST_ENDS, HOST_OFF, STOPS, TRIGGERED, Death, Plan
 from benchmarks.chaos.hosts import Hosts
 from benchmarks.chaos.rank import ARMED, STOP
+from benchmarks.chaos.training import NUMPY
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PEER_TIMEOUT = 4.0
@@ -30,11 +30,14 @@ _TIMEOUT = 1.5
 whose silence is to be noticed."""
 PATIENCE = 45.0
 """Seconds for one death with everything that follows; a job that needs longer hangs."""
+_SLOW = 4
+"""By how much longer jobs take whose processes import a framework."""
+ELASTIC_TIMEOUT = 30.0
 _END_WITHIN = 20.0
-_SMALLEST = 2
-_EVERYONE, _NEWCOMER, _NOBODY = -2, -1, -1
-_POLL = 0.02
-_MARK = "COLLECTIVES_TEST_CHAOS"
+SMALLEST = 2
+_EVERYONE, NEWCOMER, NOBODY = -2, -1, -1
+POLL = 0.02
+MARK = "COLLECTIVES_TEST_CHAOS"
 
 Record = dict[str, Any]
 
@@ -49,7 +52,7 @@ class Strike:
 
     death: Death
     number: int
-    victim: int = _NOBODY
+    victim: int = NOBODY
     time: float = 0.0
     generation: int = 0
 
@@ -105,6 +108,7 @@ class Job:
         self.outcome = Outcome(plan)
         self._logs: dict[int, Lines] = {}
         self._events = Lines(folder / "events")
+        self.slow = 1 if plan.framework == NUMPY else _SLOW
 
     # ---- what is known
 
@@ -119,23 +123,29 @@ class Job:
     def events(self, kind: str) -> list[Record]:
         return [event for event in self.outcome.events if event["event"] == kind]
 
-    def until(self, done: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
+    def ended(self) -> str:
+        """How the job has ended; empty if it has not."""
+        code = self.process.poll()
+        return "" if code is None else f"has ended with {code}"
+
+    def until(self, done: Callable[[], Any], what: str) -> Any:
         """Wait until ``done`` returns something true; Hang if the time is over, or the job."""
+        seconds = PATIENCE * self.slow
         end = time.monotonic() + seconds
         while True:
-            ended = self.process.poll() is not None
+            ended = self.ended()
             self.look()
             value = done()
             if value:
                 return value
             if ended:
-                raise Hang(f"the job has ended with {self.process.returncode}, while waiting until {what}")
+                raise Hang(f"the job {ended}, while waiting until {what}")
             if time.monotonic() > end:
                 raise Hang(f"waited {seconds:g} s until {what}")
-            time.sleep(_POLL)
+            time.sleep(POLL)
 
     def settled(
-        self, without: int = _NOBODY, least: int = 1, since: float = 0.0, exactly: int = 0, elsewhere: bool = False
+        self, without: int = NOBODY, least: int = 1, since: float = 0.0, exactly: int = 0, elsewhere: bool = False
     ) -> Record | None:
         """The newest generation, if every member has committed in it twice, after a time; ``elsewhere``: if some of
         them are on other hosts than the first."""
@@ -163,7 +173,7 @@ class Job:
 
     # ---- what is done
 
-    def arm(self, number: int, death: Death, victim: int, first: int = _NOBODY) -> None:
+    def arm(self, number: int, death: Death, victim: int, first: int = NOBODY) -> None:
         """Tell the ranks who is to die next."""
         part = self.folder / f".{ARMED}"
         part.write_text(json.dumps({**asdict(death), "number": number, "victim": victim, "first": first}))
@@ -174,34 +184,42 @@ class Job:
         strike = Strike(death, number)
         self.outcome.strikes.append(strike)
         # Who survives must hold the state, and be enough.
-        least = 3 if death.column in ("forming", "transfer") else _SMALLEST
+        least = self.least(death)
         generation = self.until(lambda: self.settled(least=least), f"{least} ranks train")
-        members, first = generation["members"], _NOBODY
+        members, first = generation["members"], NOBODY
         victim = members[int(death.rank * len(members))]
         if death.column in TRIGGERED:
             others = [member for member in members if member != victim]
             first = others[int(death.trigger * len(others))]
         if death.column == "init":
-            victim = 1 + max(event["member"] for event in self.events("started"))
+            victim = self.next_newcomer()
         elif death.column == "transfer" and death.newcomer:
-            victim = _NEWCOMER
+            victim = NEWCOMER
         self.arm(number, death, victim, first)
         record = self.until(lambda: self._dying(number), f"{death} strikes")
         (self.folder / ARMED).unlink()
         strike.victim, strike.time, strike.generation = record["member"], record["time"], record["generation"]
         if death.row in STOPS:
-            self._wake(strike)
+            self.wake(strike)
         woken = 0.0
         if death.row in STOPS:
-            self.until(lambda: self._gone(strike.victim) or self._woken(strike), "the stop is over")
+            self.until(lambda: self.gone(strike.victim) or self._woken(strike), "the stop is over")
             woken = self._woken(strike)
-        if woken and not self._gone(strike.victim):
+        if woken and not self.gone(strike.victim):
             self.until(partial(self.settled, since=woken), f"the ranks go on after {death}")
-            if death.row == "stop" and self._gone(strike.victim):
+            if death.row == "stop" and self.gone(strike.victim):
                 self.outcome.problems.append(f"member {strike.victim} was stopped for {death.seconds:.2f} s, and died")
         else:
             self.until(lambda: self.settled(strike.victim, since=strike.time), f"the others go on after {death}")
-            self.until(lambda: self._gone(strike.victim), f"member {strike.victim} ends")
+            self.until(lambda: self.gone(strike.victim), f"member {strike.victim} ends")
+
+    def least(self, death: Death) -> int:
+        """How many ranks there must be before a death, for the others to go on."""
+        return SMALLEST + (death.column in ("forming", "transfer"))
+
+    def next_newcomer(self) -> int:
+        """What a fuse knows the next newcomer by."""
+        return 1 + int(max(event["member"] for event in self.events("started")))
 
     def _dying(self, number: int) -> Record | None:
         for member, records in self.outcome.records.items():
@@ -210,7 +228,7 @@ class Job:
                     return {**record, "member": member}
         return None
 
-    def _gone(self, member: int) -> bool:
+    def gone(self, member: int) -> bool:
         return any(event["member"] == member for kind in ("died", "left") for event in self.events(kind))
 
     def _woken(self, strike: Strike) -> float:
@@ -218,11 +236,11 @@ class Job:
         record = self.find(strike.victim, "woken", strike.time)
         return float(record["time"]) if record else 0.0
 
-    def _wake(self, strike: Strike) -> None:
+    def wake(self, strike: Strike) -> None:
         """Wait as long as the victim is to be stopped, and wake it."""
         victim, row = strike.victim, strike.death.row
         if row == "long stop":
-            self.until(lambda: self._gone(victim), f"member {victim} is declared dead")
+            self.until(lambda: self.gone(victim), f"member {victim} is declared dead")
         elif row == "late stop" and strike.generation:
             self.until(
                 lambda: any(
@@ -239,7 +257,7 @@ class Job:
 
     def processes(self, member: int | None = None) -> list[int]:
         """The job's processes, on all hosts; or those of a member."""
-        wanted = [f"{_MARK}={self.mark}".encode()]
+        wanted = [f"{MARK}={self.mark}".encode()]
         if member is not None:
             wanted.append(f"COLLECTIVES_MEMBER={member}".encode())
         numbers = []
@@ -264,7 +282,8 @@ class Job:
             strike.time = time.time()
             self.process.kill()
         elif end == "all die":
-            self.arm(last, Death(end, "mapped", 0.0, 0.5), _EVERYONE)
+            column = "mapped" if self.plan.framework == NUMPY else GRADIENTS
+            self.arm(last, Death(end, column, 0.0, 0.5), _EVERYONE)
         elif end in HOST_ENDS and self._hosts:
             places = [*zip(generation["members"], generation["hosts"], strict=True)]
             # The launcher is on the first host.
@@ -279,21 +298,26 @@ class Job:
             (self.folder / STOP).touch()
         elif not end:
             (self.folder / STOP).touch()
-        try:
-            self.outcome.code = self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            raise Hang(f"the job has not ended within {PATIENCE:g} s") from None
+        self.outcome.code = self.code()
         self.look()
         if end in ("all die", "start"):
             dying = self._dying(last if end == "all die" else 0)
             strike.time = dying["time"] if dying else time.time()
         self.outcome.seconds = time.time() - strike.time if strike.time else 0.0
 
+    def code(self) -> int:
+        """Wait for the end, and return the exit code."""
+        seconds = PATIENCE * self.slow
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise Hang(f"the job has not ended within {seconds:g} s") from None
+
     def leftovers(self, shared: set[str]) -> list[str]:
         """What stays behind; ``shared``: what was in shared memory before the job."""
         begun = time.monotonic()
         while (processes := self.processes()) and time.monotonic() - begun < _END_WITHIN:
-            time.sleep(_POLL)
+            time.sleep(POLL)
         if self.plan.end == "launcher killed":
             self.outcome.seconds = time.time() - self.outcome.strikes[-1].time
         left = [f"process {number}: {_command(number)}" for number in processes]
@@ -301,15 +325,15 @@ class Job:
         return left + [f"/dev/shm/{name}" for name in files if not _is_mapped(name)]
 
     @contextlib.contextmanager
-    def running(self, smallest: int = _SMALLEST, places: str = "") -> Iterator[None]:
+    def running(self, smallest: int = SMALLEST, places: str = "") -> Iterator[None]:
         """The job's processes, from their start to their end; ``places``: what discovery finds at first."""
         launcher = [sys.executable, "-m", "collectives.launch", "--min-np", str(smallest), "--max-np"]
-        launcher += [str(self.plan.largest), "--elastic-events", str(self.folder / "events"), "--elastic-timeout", "30"]
+        launcher += [str(self.plan.largest), "--elastic-events", str(self.folder / "events")]
+        launcher += ["--elastic-timeout", f"{ELASTIC_TIMEOUT * self.slow:g}"]
         launcher += ["--blacklist-cooldown-range", "1", "2"]
         self.place(places or self._places())
         launcher += ["--host-discovery-script", f"cat {self.folder / 'hosts'}"]
-        command = [*launcher, sys.executable, "-m", "benchmarks.chaos.rank", str(self.folder)]
-        command.append("retry" if self.plan.retry else "restore")
+        command = [*launcher, *self.program()]
         output = self.folder / "output"
         with output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -318,7 +342,7 @@ class Job:
                 stdout=file,
                 stderr=file,
                 cwd=ROOT,
-                env=self._environment(),
+                env=self.environment(),
                 start_new_session=True,
             )
         try:
@@ -331,6 +355,11 @@ class Job:
             self.process.wait()
             self.outcome.output = output.read_text(errors="replace")
 
+    def program(self) -> list[str]:
+        """The command of a rank."""
+        recover = "retry" if self.plan.retry else "restore"
+        return [sys.executable, "-m", "benchmarks.chaos.rank", str(self.folder), recover, self.plan.framework]
+
     def place(self, lines: str) -> None:
         """Have discovery find hosts, from now on."""
         part = self.folder / ".hosts"
@@ -342,16 +371,17 @@ class Job:
             return "".join(f"{host}:2\n" for host in self._hosts.names)
         return f"localhost:2\n127.0.0.1:{self.plan.largest - 2}\n"
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         own = {name: text for name, text in os.environ.items() if not name.startswith(("COLLECTIVES_", "HOROVOD_"))}
         variables = {
-            _MARK: self.mark,
+            MARK: self.mark,
             "COLLECTIVES_PEER_TIMEOUT": f"{PEER_TIMEOUT:g}",
             "COLLECTIVES_TIMEOUT": "60" if self._hosts else f"{_TIMEOUT:g}",
             "PYTHONFAULTHANDLER": "1",
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
         return {**own, **variables, **({"COLLECTIVES_LOCAL_SIZE": "1"} if self.plan.tcp and not self._hosts else {})}
@@ -363,44 +393,6 @@ class Job:
                 os.kill(number, signal.SIGCONT)
                 os.kill(number, signal.SIGABRT)
         time.sleep(0.5)
-
-
-def scale(sizes: Sequence[int]) -> Outcome:
-    """Run a job of one number of ranks after the other, as its discovery file says."""
-    shared = set(os.listdir("/dev/shm"))
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        job = Job(Plan(0, 0, max(sizes), False, ()), Path(name), None)
-        with job.running(smallest=1, places=f"localhost:{sizes[0]}\n"):
-            try:
-                for size in sizes:
-                    job.place(f"localhost:{size}\n")
-                    job.until(partial(job.settled, exactly=size), f"{size} ranks train")
-                job.end()
-                job.outcome.problems += [f"left behind: {left}" for left in job.leftovers(shared)]
-            except Hang as hang:
-                job.outcome.problems.append(str(hang))
-                job.show_stacks()
-    return job.outcome
-
-
-def run(plan: Plan, hosts: Hosts | None = None) -> Outcome:
-    """Run a job to its end."""
-    shared = set(os.listdir("/dev/shm"))
-    with tempfile.TemporaryDirectory(prefix="chaos-", dir=hosts.shared if hosts else None) as name:
-        job = Job(plan, Path(name), hosts)
-        if plan.end == "start":
-            job.arm(0, Death("kill", "init", 0.0, 0.5), 1)
-        # Alone, a survivor retries as well: it never has to wait for newcomers, and to return to a commit with them.
-        with job.running(smallest=1 if plan.retry else _SMALLEST):
-            try:
-                for number, death in enumerate(plan.deaths):
-                    job.strike(number, death)
-                job.end()
-                job.outcome.problems += [f"left behind: {left}" for left in job.leftovers(shared)]
-            except Hang as hang:
-                job.outcome.problems.append(str(hang))
-                job.show_stacks()
-    return job.outcome
 
 
 def _command(number: int) -> str:

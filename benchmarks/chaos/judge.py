@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.chaos.deaths import HOST_ENDS, STOPS
 from benchmarks.chaos.job import Outcome, Record, Strike
-from benchmarks.chaos.training import SIZES, after
+from benchmarks.chaos.training import after, zeros
 
 LAUNCHER_WITHIN = 10.0
 """Seconds in which ranks end without their launcher."""
@@ -88,7 +88,8 @@ def _code(outcome: Outcome) -> list[str]:
 def _generations(outcome: Outcome) -> list[str]:
     """Check what every generation begins with and commits against a run without failures."""
     wrong, lives = [], {member: _life(records) for member, records in outcome.records.items()}
-    at: dict[int, list[int]] = {0: [0] * len(SIZES)}
+    framework = outcome.plan.framework
+    at: dict[int, list[int]] = {0: zeros(framework)}
     """The numbers of all parts at each step of the run that survives."""
     held: dict[int, int] = {}
     """The step of what each member has saved or received last."""
@@ -121,7 +122,7 @@ def _generations(outcome: Outcome) -> list[str]:
                 if record["what"] != "saved":
                     continue
                 while max(at) < record["step"]:
-                    at[max(at) + 1] = after(at[max(at)], members, max(at))
+                    at[max(at) + 1] = after(at[max(at)], members, max(at), framework)
                 if record["numbers"] != at[record["step"]]:
                     wrong.append(
                         f"generation {generation}, member {member}, step {record['step']}: committed "
@@ -137,7 +138,8 @@ def _generations(outcome: Outcome) -> list[str]:
 
 def _retried(outcome: Outcome) -> list[str]:
     """Check each step that ranks have retried, or not: that no rank has lost one, and what it has made of the state."""
-    wrong, at = [], {0: [0] * len(SIZES)}
+    framework = outcome.plan.framework
+    wrong, at = [], {0: zeros(framework)}
     steps = [
         (record["step"], member, record)
         for member, records in outcome.records.items()
@@ -145,7 +147,7 @@ def _retried(outcome: Outcome) -> list[str]:
         if record["what"] == "step"
     ]
     for step, member, record in sorted(steps, key=lambda one: one[0]):
-        at.setdefault(step, after(at[step - 1], record["by"], step - 1) if step - 1 in at else [])
+        at.setdefault(step, after(at[step - 1], record["by"], step - 1, framework) if step - 1 in at else [])
         if record["numbers"] != at[step]:
             wrong.append(f"member {member}, step {step}: {record['numbers']}, but another rank has {at[step]}")
     for member, records in outcome.records.items():

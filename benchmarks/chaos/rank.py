@@ -1,9 +1,9 @@
 """A rank of a job of `benchmarks.chaos`: it trains, records what it sees, and dies where it is told to.
 
-    python -m benchmarks.chaos.rank FOLDER RECOVER
+    python -m benchmarks.chaos.rank FOLDER RECOVER FRAMEWORK
 
 The folder's file "armed" names the next death, "stop" says that the training is done. Records are lines of JSON in
-"log-MEMBER".
+"log-MEMBER"; without a launcher in "log-PROCESS".
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from typing import Any
 import numpy as np
 
 import collectives as hvd
-from benchmarks.chaos.training import COMMIT_EVERY, FUSED, SIZES, share, total
+from benchmarks.chaos.frameworks import FRAMEWORKS, PATTERNS, Model
+from benchmarks.chaos.training import COMMIT_EVERY, FUSED, NUMPY, SIZES, after, share, total
 from collectives import elastic
 from collectives.elastic import retry
 from collectives.worlds import generations
 from collectives.worlds.elastic_jobs import Job
 
 ARMED, STOP = "armed", "stop"
+PROCESS, IS_NEWCOMER = "COLLECTIVES_TEST_CHAOS_PROCESS", "COLLECTIVES_TEST_CHAOS_NEWCOMER"
+"""Variables of processes that no launcher starts: their numbers, and whether others have begun the job."""
 _AT_FIRST = 0.005
 """Seconds that a phase is taken to last until it has been timed."""
 
@@ -42,10 +45,10 @@ class Failure(BaseException):
 
 
 class Log:
-    """Records of one member."""
+    """Records of one process."""
 
-    def __init__(self, folder: Path, member: int) -> None:
-        self._file = os.open(folder / f"log-{member}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    def __init__(self, folder: Path, number: int) -> None:
+        self._file = os.open(folder / f"log-{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def __call__(self, what: str, **fields: Any) -> None:
         line = json.dumps({"time": time.time(), "what": what, **fields})
@@ -70,13 +73,14 @@ class Fuse:
     """
 
     def __init__(self, folder: Path, member: int, log: Log) -> None:
-        self._path, self._member, self._log = folder / ARMED, member, log
+        self.member = member
+        self._path, self._log = folder / ARMED, log
         self._read_at = self._done = -1
         self._armed: dict[str, Any] = {}
         self._lasts: dict[str, float] = {}
         self._begun = 0.0
         self._lock = threading.RLock()  # a signal handler acts, too
-        self.is_newcomer = False
+        self.is_newcomer = IS_NEWCOMER in os.environ
 
     def look(self) -> None:
         """Take note of the file."""
@@ -127,7 +131,7 @@ class Fuse:
         if how == "_exit":
             os._exit(7)
         if how == "exception":
-            raise Failure(f"member {self._member} was told to fail")
+            raise Failure(f"member {self.member} was told to fail")
         if how == "exit 0":
             sys.exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -136,7 +140,7 @@ class Fuse:
     def trigger(self) -> None:
         """Die if this rank's death leads to that of another one."""
         armed = self._armed
-        if armed and armed["first"] == self._member:
+        if armed and armed["first"] == self.member:
             self._log("dies", number=armed["number"], how="first", generation=self._generation())
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -145,7 +149,7 @@ class Fuse:
         if not armed or armed["number"] == self._done or armed["column"] != phase:
             return ""
         victim = armed["victim"]
-        told = victim in (self._member, -2) or (victim == -1 and self.is_newcomer)
+        told = victim in (self.member, -2) or (victim == -1 and self.is_newcomer)
         return str(armed["row"]) if told else ""
 
     def _generation(self) -> int:
@@ -153,17 +157,13 @@ class Fuse:
         return job.generation if job else 0
 
 
-class State(elastic.ObjectState):
-    """The parts, and the number of steps; records what it saves and receives."""
+class Recorded(elastic.ObjectState):
+    """A state that records what it saves and receives, from `watch` on."""
 
     step: int
-    mapped: Array
+    _fuse: Fuse
 
-    def __init__(self, log: Log, fuse: Fuse) -> None:
-        arrays: dict[str, Any] = {part: np.zeros(count) for part, count in SIZES.items()}
-        arrays["mapped"] = hvd.empty(SIZES["mapped"])
-        arrays["mapped"].fill(0)
-        super().__init__(step=0, **arrays)
+    def watch(self, log: Log, fuse: Fuse) -> None:
         self._log, self._fuse = log, fuse
 
     def save(self) -> None:
@@ -181,13 +181,7 @@ class State(elastic.ObjectState):
 
     def content(self) -> dict[str, Any]:
         """What every part is: the number, and the parts that are not everywhere that times the pattern."""
-        numbers = {part: int(getattr(self, part)[0]) for part in SIZES}
-        uneven = [
-            part
-            for part, number in numbers.items()
-            if not np.array_equal(getattr(self, part), number * _PATTERNS[part])
-        ]
-        return {"numbers": [*numbers.values()], "uneven": uneven}
+        raise NotImplementedError
 
     def _has_newcomers(self) -> bool:
         """Whether there are newcomers to be sent the state."""
@@ -196,6 +190,46 @@ class State(elastic.ObjectState):
         newcomers = [member for member, born in zip(job.members, job.born, strict=True) if born == job.generation > 1]
         self._fuse.is_newcomer = newcomers[:1] == [job.member]
         return bool(newcomers)
+
+
+class State(Recorded):
+    """The parts, and the number of steps."""
+
+    mapped: Array
+
+    def __init__(self) -> None:
+        arrays: dict[str, Any] = {part: np.zeros(count) for part, count in SIZES.items()}
+        arrays["mapped"] = hvd.empty(SIZES["mapped"])
+        arrays["mapped"].fill(0)
+        super().__init__(step=0, **arrays)
+
+    def content(self) -> dict[str, Any]:
+        numbers = {part: int(getattr(self, part)[0]) for part in SIZES}
+        uneven = [
+            part
+            for part, number in numbers.items()
+            if not np.array_equal(getattr(self, part), number * _PATTERNS[part])
+        ]
+        return {"numbers": [*numbers.values()], "uneven": uneven}
+
+
+def state_of(model: Model) -> Any:
+    """The state of a framework's model, and the number of steps."""
+
+    def content(self: Recorded) -> dict[str, Any]:
+        numbers, uneven = [], []
+        for kind, arrays in zip(("velocity", "parameter"), model.values(self), strict=True):
+            number = int(arrays[0][0])
+            numbers.append(number)
+            pairs = zip(arrays[:-1], PATTERNS, strict=True)
+            uneven += [
+                f"{kind} {at}"
+                for at, (array, pattern) in enumerate(pairs)
+                if not np.array_equal(array, number * pattern)
+            ]
+        return {"numbers": numbers, "uneven": uneven}
+
+    return type("State", (Recorded, model.state_class), {"content": content})(step=0, **model.state_of)
 
 
 class Step:
@@ -280,16 +314,50 @@ class Step:
             self._log("wrong", part=part, step=self._state.step, expected=number, got=result[:5].tolist())
 
 
+class ModelStep:
+    """Steps of a framework's model; as `Step`."""
+
+    def __init__(self, model: Model, job: Job, state: Any, log: Log, fuse: Fuse, stop: Path) -> None:
+        self._model, self._job, self._state, self._log, self._fuse, self._stop = model, job, state, log, fuse, stop
+        self.stops = False
+        self.tried: list[tuple[int, ...]] = []
+        """The members of the generations in which the present step was tried."""
+
+    def run(self) -> None:
+        state, retried = self._state, retry.steps() is not None
+        with self._fuse.during("user code"):
+            own = share(self._job.member, state.step)
+            before = state.content()["numbers"] if retried else []
+            self.tried[:] = [self._job.members]
+        with self._fuse.during("gradients"):
+            self._model.step(state, own, self._stop.exists())
+        state.step += 1
+        self.stops = bool(self._model.values(state)[1][-1][0])
+        if retried:
+            now = state.content()
+            ways = (members for members in self.tried if after(before, members, state.step - 1, "") == now["numbers"])
+            self._log("step", step=state.step, by=next(ways, self.tried[-1]), **now)
+
+
 def main() -> None:
-    folder, member = Path(sys.argv[1]), int(os.environ["COLLECTIVES_MEMBER"])
-    log = Log(folder, member)
-    recover = sys.argv[2]
+    folder, recover, framework = Path(sys.argv[1]), *sys.argv[2:]
+    number = int(os.environ.get("COLLECTIVES_MEMBER") or os.environ[PROCESS])
+    log = Log(folder, number)
     log("begun", process=os.getpid())
-    fuse = Fuse(folder, member, log)
+    fuse = Fuse(folder, number, log)
     fuse.look()
     with fuse.during("init"):
         hvd.init()
-    state = State(log, fuse)
+    job = generations.job()
+    assert job is not None
+    fuse.member = job.member
+    log("member", member=job.member)
+    model = None if framework == NUMPY else FRAMEWORKS[framework]()
+    state = State() if model is None else state_of(model)
+    state.watch(log, fuse)
+    if model is not None and job.came_late:
+        model.step(state, 0.0, 0.0)  # compiles it
+    step: Any = None
 
     @elastic.on_event
     def note(event: elastic.Event) -> None:
@@ -303,21 +371,26 @@ def main() -> None:
             fuse.begin("forming")
         elif event.kind == "renewed":
             fuse.finish("forming")
+            if isinstance(step, ModelStep):
+                step.tried.append(event.members)
 
     @elastic.run(recover=recover, reset_limit=None)
-    def train(state: State) -> None:
-        job = generations.job()
-        assert job is not None
+    def train(state: Any) -> None:
+        nonlocal step
+        fuse.member = job.member
         log(
             "starts",
             generation=job.generation,
+            member=job.member,
             members=job.members,
+            born=job.born,
             rank=hvd.rank(),
             step=state.step,
             **state.content(),
         )
         with log.errors(job.generation):
-            step, newest = Step(job, state, log, fuse, folder / STOP), 0
+            parts = (job, state, log, fuse, folder / STOP)
+            step, newest = Step(*parts) if model is None else ModelStep(model, *parts), 0
             while True:
                 fuse.look()
                 fuse.trigger()

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.chaos.deaths import COLUMNS, ENDS, HOST_ENDS, ROWS
+from benchmarks.chaos.deaths import COLUMNS, ENDS, GRADIENTS, HOST_ENDS, ROWS
 from benchmarks.chaos.judge import Admission, Times
 from benchmarks.plot import GREY, INK, drawing, pictures, tidy
 from benchmarks.report import machine
@@ -67,9 +67,10 @@ def table(result: Result) -> str:
         lines.append(
             f"# newcomers admitted {len(result.admissions)} times: transfer {_pair(transfers)}, pause {_pair(pauses)}"
         )
-    lines += ["#", "# deaths " + "".join(f"{column:>12}" for column in COLUMNS)]
+    columns = (*COLUMNS, GRADIENTS)
+    lines += ["#", "# deaths " + "".join(f"{column:>12}" for column in columns)]
     for row in ROWS:
-        counts = (sum((one.row, one.column) == (row, column) for one in result.times) for column in COLUMNS)
+        counts = (sum((one.row, one.column) == (row, column) for one in result.times) for column in columns)
         lines.append(f"  {row:<10}" + "".join(f"{count or '.':>11} " for count in counts).rstrip())
     wrong = sum(map(bool, result.problems.values()))
     lines.append(

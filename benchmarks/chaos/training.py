@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+NUMPY = "numpy"
 SIZES = {"blocking": 1 << 10, "fused": 1 << 14, "mapped": 1 << 18, "persistent": 1 << 16, "large": 1 << 19}
 """Elements (float64) of each part of the state; a part is named for the operations that it takes part in."""
+LAYERS = (*[1 << 11] * 8, 1 << 10, 1 << 16, 1 << 18)
+"""Elements (float64) of the parameters of a framework's model, whose state has two numbers: velocity and parameter."""
 FUSED = 8
 """Operations among which the part "fused" is divided."""
 COMMIT_EVERY = 2
@@ -24,6 +27,14 @@ def total(part: str, members: Sequence[int], step: int) -> int:
     return max(shares) if part == "mapped" else sum(shares)
 
 
-def after(numbers: Sequence[int], members: Sequence[int], step: int) -> list[int]:
-    """Return the numbers of all parts after a step."""
-    return [number + total(part, members, step) for part, number in zip(SIZES, numbers, strict=True)]
+def zeros(framework: str) -> list[int]:
+    """Return the numbers that a state begins with."""
+    return [0] * (len(SIZES) if framework == NUMPY else 2)
+
+
+def after(numbers: Sequence[int], members: Sequence[int], step: int, framework: str = NUMPY) -> list[int]:
+    """Return a state's numbers after a step."""
+    if framework == NUMPY:
+        return [number + total(part, members, step) for part, number in zip(SIZES, numbers, strict=True)]
+    velocity = numbers[0] + total("", members, step)
+    return [velocity, numbers[1] + velocity]

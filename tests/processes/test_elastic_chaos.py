@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from benchmarks.chaos import judge
 from benchmarks.chaos.deaths import COLUMNS, Death, Plan, draw
-from benchmarks.chaos.job import Outcome, run
+from benchmarks.chaos.job import Outcome
+from benchmarks.chaos.run import run
 from benchmarks.chaos.training import SIZES, after
 
 
@@ -29,6 +31,23 @@ def test_retried_steps_are_not_lost() -> None:
     assert not judge.problems(outcome), outcome.output
     steps = [record for records in outcome.records.values() for record in records if record["what"] == "step"]
     assert outcome.code == 0 and len({tuple(record["by"]) for record in steps}) > 1
+
+
+def test_the_owner_of_a_job_without_launcher_dies() -> None:
+    deaths = (Death("kill", "blocking", rank=0.0, delay=0.5), Death("exception", "commit", rank=0.0, delay=0.5))
+    outcome = run(Plan(0, 0, largest=4, tcp=False, deaths=deaths, by_hand=True))
+    assert not judge.problems(outcome), outcome.output
+    assert outcome.code == 0 and outcome.strikes[0].victim == 0
+    assert "serves the store from now on" in outcome.output
+
+
+@pytest.mark.parametrize("retry", [False, True])
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_gradients_of_a_frameworks_optimizer(retry: bool) -> None:
+    deaths = (Death("kill", "gradients", rank=0.5, delay=0.5),)
+    outcome = run(Plan(0, 0, largest=3, tcp=False, deaths=deaths, retry=retry, framework="torch"))
+    assert not judge.problems(outcome), outcome.output
+    assert outcome.code == 0 and all(one.detect is not None for one in judge.times(outcome))
 
 
 def job_of_two() -> Outcome:

@@ -278,17 +278,22 @@ class BackwardReducer:
                 if slot.bucket is None or not slot.bucket.in_flight:
                     self._kept.keep(slot)
 
+            combined = self._tally.combined
             try:
-                steps.carry_out(self._options.name, lambda: self._combine(reads, applies), self._restore)
+                steps.carry_out(
+                    self._options.name, lambda: self._combine(reads, applies), lambda: self._restore(combined)
+                )
             finally:
                 self._kept.forget()
 
     def _steps(self) -> retry.Steps | None:
         return retry.steps(self._options.process_set)
 
-    def _restore(self) -> None:
-        """Make gradients this rank's own again, which were combined, or partly."""
+    def _restore(self, combined: int) -> None:
+        """Make gradients this rank's own again, which were combined, or partly; ``combined``: how often they were
+        before. Ranks that have not come to it yet combine them for the first time."""
         self.combined, self.begun = False, True
+        self._tally.combined = combined
         self._kept.restore(self._slots, self._as_views)
 
     def _combine(self, reads: bool, applies: bool) -> None:

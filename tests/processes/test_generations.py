@@ -3,6 +3,7 @@ gradients that are combined again."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -270,3 +271,54 @@ def test_no_step_is_lost_where_gradients_are_combined_again(adapter: str, tmp_pa
     """Ranks die before they combine, before they vote, and after it; nobody takes their places."""
     hosts = ",".join(f"127.0.0.{number}:1" for number in (1, 2, 3, 4))
     run(tmp_path, RETRY + adapter, (0,), f"-np 4 --min-np 1 --hosts {hosts} --on-rank-failure host")
+
+
+AHEAD = """
+import os
+import os
+import torch
+import collectives.torch as hvd
+from collectives.base.errors import RankFailedError
+from collectives.elastic import retry
+from collectives.worlds import generations
+
+hvd.init()
+member = generations.job().member
+carry_out, lost = retry.Steps.carry_out, []
+
+def watched(steps, name, step, *arguments, **options):
+    def loses():
+        step()
+        if name == "elastic: host updates" and (member, state.step, lost) == (1, 2, []):
+            lost.append(open(os.environ["BEGUN"]).read())  # the other rank has begun the next step
+            raise RankFailedError("as if the answer had not come")
+
+    return carry_out(steps, name, loses, *arguments, **options)
+
+retry.Steps.carry_out = watched
+weights = [torch.nn.Parameter(torch.zeros(count, dtype=torch.float64)) for count in (3, 2000)]
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), [("a", weights[0]), ("b", weights[1])])
+state = hvd.elastic.TorchState(torch.nn.ParameterList(weights), optimizer, step=0)
+
+@hvd.elastic.run(recover="retry")
+def train(state):
+    while state.step < 4:
+        optimizer.zero_grad()
+        (-(state.step + 1.0) * (member + 1.0) * sum(weight.sum() for weight in weights)).backward()
+        if (member, state.step) == (0, 2):
+            open(os.environ["BEGUN"], "w").close()
+        optimizer.step()
+        state.step += 1
+        state.commit()
+
+train(state)
+assert generations.job().generation == 2 and bool(lost) == (member == 1)
+assert all((weight == (1 + 2 + 3 + 4) * 1.5).all() for weight in weights), weights
+print("member", member, "is done")
+"""
+
+
+def test_a_rank_that_is_ahead_of_a_failed_commit_combines_again_with_the_others(tmp_path: Path) -> None:
+    """It has left the commit, and begun the next step, of which the others know nothing yet."""
+    os.mkfifo(tmp_path / "begun")
+    run(tmp_path, AHEAD, (0, 1), "-np 2 --min-np 2", BEGUN=str(tmp_path / "begun"))

@@ -104,7 +104,7 @@ def draw(
 ) -> Plan:
     """Return the plan of a job of ``count`` deaths; ``only``: pairs of rows and columns, each "" for any."""
     random = Random(f"chaos {seed} {number}")
-    possible = (*(ENDS[by_hand:]), *(HOST_ENDS if hosts else ()))
+    possible = (*(ENDS[1:2] if by_hand else ENDS), *(HOST_ENDS if hosts else ()))
     ends = [end for end in possible if not only or (end, "") in only]
     cells = [
         (row, column)

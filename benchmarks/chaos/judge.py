@@ -81,7 +81,9 @@ def _code(outcome: Outcome) -> list[str]:
     if end in ("all die", "start"):
         wrong = [] if code else ["exit code 0, although all ranks have died"]
         named = "was killed by signal 9" if end == "all die" else "member 1 on"
-        return wrong + ([] if named in outcome.output else [f"the launcher does not say: {named!r}"])
+        if outcome.plan.by_hand:
+            named = ""  # nobody is left who could say it
+        return wrong + ([] if named in outcome.output else [f"the output does not say: {named!r}"])
     return [f"exit code {code}"] if code else []
 
 

@@ -91,6 +91,7 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                 state.sync()
                 with retry.retrying(recover == "retry") as steps:
                     result = func(state, *args, **kwargs)
+                    state.settle()
             except HostsUpdatedInterrupt as interrupt:
                 cause: Exception | str = str(interrupt)
                 failed = False

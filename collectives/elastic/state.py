@@ -119,6 +119,7 @@ class State:
         Raises:
             HostsUpdatedInterrupt: on all ranks, or on none: any rank's notice counts.
         """
+        self.settle()
         newest, said = self._last_updated_timestamp, HostUpdateResult.no_update
         while not self._host_messages.empty():
             timestamp, update = self._host_messages.get()
@@ -144,6 +145,9 @@ class State:
     def save(self) -> None:
         """Copy the state to host memory."""
         raise NotImplementedError
+
+    def settle(self) -> None:
+        """Wait for what the program has begun, of which other ranks may need this one's part. Does nothing here."""
 
     def restore(self) -> None:
         """Return to what was saved last."""

@@ -15,17 +15,22 @@ from typing import Any
 import numpy as np
 
 from collectives.base import dtypes
-from collectives.base.errors import InvalidArgumentError, MismatchError
+from collectives.base.errors import InvalidArgumentError, MismatchError, RecoverableError
 from collectives.base.reduce_op import Op
+from collectives.elastic import retry
 from collectives.engine.handles import Handle
 from collectives.frontends import joined
 from collectives.schedules import partition
 from collectives.tensors.compression import named
+from collectives.worlds import runtime
 from collectives.worlds.runtime import world_of
 from collectives.worlds.world import World
 
 Shaped = tuple[tuple[int, ...], np.dtype[Any]]
 Shape = tuple[int, ...]
+
+_UNNAMED = "jax.allreduce"
+"""The name, for retries, of calls that the ranks match by their order."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class CollectiveCall:
         ordered: whether a compiled program makes the call in program order; if not, it is matched by its name.
         op, prescale, postscale: of reductions.
         wire: of an allreduce: the dtype in which tensors are sent; None: their own.
+        any_size: of an allreduce of all ranks: whether a program that is traced for some ranks is right with fewer of
+            them, who then carry the call out again (`collectives.elastic.retry`).
         parts: of an allreduce: for each operand the shapes of the tensors packed into it; empty if it is not packed.
         rows_before: of a reducescatter: the rows of each operand.
         root: of a broadcast, by its rank in the process set.
@@ -62,6 +69,7 @@ class CollectiveCall:
     prescale: float = 1.0
     postscale: float = 1.0
     wire: str | None = None
+    any_size: bool = False
     parts: tuple[tuple[Shape, ...], ...] = ()
     rows_before: Shape = ()
     root: int = 0
@@ -99,15 +107,19 @@ class CollectiveCall:
     # ---- execution
 
     def world(self) -> World:
-        """Return the world of the call, if the program was traced for one of its size and rank."""
+        """Return the world of the call, if the program is right in it."""
         world = world_of(self.process_set)
-        if (world.size, world.rank) != (self.size, self.rank):
-            error = InvalidArgumentError(
-                f"{self.collective}: this program was compiled for rank {self.rank} of {self.size}, and runs on rank "
-                f"{world.rank} of {world.size}: call jax.clear_caches() after init()"
-            )
-            raise world.refused(error, self.name)
-        return world
+        if (world.size, world.rank) == (self.size, self.rank) or (self.any_size and retry.steps() is not None):
+            return world
+        text = (
+            f"{self.collective}: this program was compiled for rank {self.rank} of {self.size}, and runs on rank "
+            f"{world.rank} of {world.size}: call jax.clear_caches() after init()"
+        )
+        if retry.steps() is None:
+            raise world.refused(InvalidArgumentError(text), self.name)
+        # Ranks have died since. The others, too, return to the last commit, with which programs are traced again.
+        runtime.world().fail(text)
+        raise RecoverableError(f"rank {runtime.world().rank}: {text}")
 
     def run(self, operands: Sequence[Any], results: Sequence[Any] | None = None) -> list[Any]:
         """Carry the call out.
@@ -119,6 +131,9 @@ class CollectiveCall:
         Returns:
             The results; ``results`` if given.
         """
+        steps = retry.steps() if self.any_size else None
+        if steps is not None:
+            return self._retried(steps, operands, results)
         world = self.world()
         if self.collective == "barrier":
             world.barrier()
@@ -136,6 +151,15 @@ class CollectiveCall:
         for each, result in zip(made, results, strict=True):
             np.copyto(result, each)
         return list(results)
+
+    def _retried(self, steps: retry.Steps, operands: Sequence[Any], results: Sequence[Any] | None) -> list[Any]:
+        """Carry an allreduce out, again where ranks die, for which the operands must not be overwritten."""
+        if results is operands:
+            memory = [self.world().memory(each.size, each.dtype).reshape(each.shape) for each in operands]
+            for kept, operand in zip(memory, operands, strict=True):
+                np.copyto(kept, operand)
+            operands = memory
+        return steps.reduce(self.name or _UNNAMED, lambda: self._allreduce(self.world(), operands, results))
 
     def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"name": self.name, "algorithm": self.algorithm, "transport": self.transport}

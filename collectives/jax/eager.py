@@ -24,8 +24,11 @@ _ALIGNED_FROM = 4096
 
 
 def run(call: CollectiveCall, operands: Sequence[Any]) -> list[Any]:
-    """Carry a call out on JAX arrays, on the CPU or a GPU; returns new JAX arrays, placed like the operands."""
-    wait_for_effects()
+    """Carry a call out on JAX arrays, on the CPU or a GPU, after `wait_for_effects`.
+
+    Returns:
+        New JAX arrays, placed like the operands.
+    """
     arrays = [_readable(operand) for operand in operands]
     results = None
     if call.collective == "allreduce" and all(type(each) is np.ndarray for each in arrays):
@@ -42,7 +45,6 @@ def run(call: CollectiveCall, operands: Sequence[Any]) -> list[Any]:
 
 def exchange(call: CollectiveCall, operands: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
     """`run` of an alltoall; also returns how many rows came from each rank."""
-    wait_for_effects()
     made, received = call.exchange([_readable(operand) for operand in operands])
     return placed(made, operands), received[0]
 

@@ -95,6 +95,7 @@ class JaxState(ObjectState):
     """
 
     def __init__(self, **kwargs: Any) -> None:
+        self._names = tuple(kwargs)
         super().__init__(**kwargs)
 
     def _attributes(self, names: Sequence[str]) -> Part:
@@ -103,6 +104,11 @@ class JaxState(ObjectState):
     def reset(self) -> None:
         """Drop compiled programs; see `forget_programs`."""
         forget_programs()
+
+    def settle(self) -> None:
+        """Wait for the computations of the arrays. Raises the error of one that has failed."""
+        eager.wait_for_effects()
+        jax.block_until_ready([getattr(self, name) for name in self._names])
 
     def save(self) -> None:
         """Copy the state to host memory; see `ObjectState.save`."""

@@ -121,7 +121,9 @@ def allreduce(
         leaves, rebuild, grouped = pytrees.leaves(tensor)
         in_engine = compression is None or is_built_in(compression)
         leaves, restore = (leaves, list) if in_engine else compressed(compression, leaves)
-    call = replace(call, grouped=grouped, wire=wire_name(compression) if in_engine else None)
+    # Who sums divides by a number of ranks elsewhere, which a compiled program has in it.
+    any_size = call.process_set == 0 and not (call.op == Op.SUM.value and is_staged(leaves))
+    call = replace(call, grouped=grouped, wire=wire_name(compression) if in_engine else None, any_size=any_size)
     return rebuild(restore(run_allreduce(call, leaves)))
 
 

@@ -41,6 +41,11 @@ def bind(call: CollectiveCall, operands: Sequence[Any]) -> list[Any]:
     return list(collective_p.bind(*operands, call=call))
 
 
+def _evaluate(*operands: Any, call: CollectiveCall) -> list[Any]:
+    eager.wait_for_effects()
+    return eager.run(call, operands)
+
+
 def _abstract(*operands: Any, call: CollectiveCall) -> tuple[Any, Any]:
     shapes = call.result_shapes([(each.shape, each.dtype) for each in operands])
     return [ShapedArray(*each) for each in shapes], {compat.ORDERED} if call.ordered else set()
@@ -228,7 +233,7 @@ _ARITHMETIC: Any = _Arithmetic()
 
 # ---- registration
 
-collective_p.def_impl(lambda *operands, call: eager.run(call, operands))
+collective_p.def_impl(_evaluate)
 collective_p.def_effectful_abstract_eval(_abstract)
 batching.primitive_batchers[collective_p] = _vectorise
 ad.primitive_jvps[collective_p] = _jvp

@@ -109,3 +109,100 @@ def test_a_killed_rank_is_replaced_and_gets_the_state(
     ends = re.findall(r"member (\d): rank (\d) of 2, step (\d+): (\w+)\.", result.output)
     assert sorted(each[:2] for each in ends) == [("1", "0"), ("2", "1")], result.output
     assert ends[0][2:] == ends[1][2:] and int(ends[0][2]) >= 3 + 5, result.output
+
+
+RETRY = """
+import os, signal
+import numpy as np
+{model}
+from collectives import elastic
+from collectives.elastic import retry
+
+member, begun, votes, vote = int(os.environ["COLLECTIVES_MEMBER"]), [], [], retry.vote
+
+def watched_vote(world, name):
+    votes.append(name)
+    if member == 2 and len(votes) == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    vote(world, name)
+
+retry.vote = watched_vote
+
+def values(step, member):
+    return (np.arange(50_000) % 7 + (step + 1) * (member + 1) * 12.0).astype(np.float32)
+
+{training}
+
+elastic.run(recover="retry")(train)(state)
+total = sum(np.mean([values(step, each) for each in range(3 if step < {last} else 2)], 0) for step in range(10))
+assert np.array_equal(np.ravel(weights()), total), (np.ravel(weights())[:3], total[:3])
+print(f"member {{member}} is done: {{len(begun) == 10}}.")
+"""
+JIT = """
+@jax.jit
+def step(weights, values):
+    mean = hvd.allreduce(values)
+    return weights + mean, {other}
+
+def train(state):
+    while state.step < 10:
+        begun.append(state.step)
+        state.weights, state.other = step(state.weights, values(state.step, member))
+        state.step += 1
+        if state.step == 4:
+            state.commit()
+
+def weights():
+    assert state.other.shape == (hvd.size(),)
+    return state.weights
+"""
+FIT = """
+def train(state):
+    begin = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: begun.append(batch))
+    data = np.stack([-values(step, member) for step in range(10)])
+    model.fit(data, np.zeros((10, 1)), 1, shuffle=False, verbose=0, callbacks=[begin])
+
+def weights():
+    return model.get_weights()
+"""
+USES_JAX = """
+import jax, jax.numpy as jnp, collectives.jax as hvd
+hvd.init()
+state = hvd.elastic.JaxState(weights=jnp.zeros(50_000), other=jnp.zeros(()), step=0)
+"""
+USES_KERAS = """
+import keras, collectives.keras as hvd
+hvd.init()
+model = keras.Sequential([keras.Input((50_000,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), lambda true, predicted: predicted)
+state = hvd.elastic.KerasState(model)
+"""
+RETRIED = {
+    "jit": (USES_JAX, JIT.format(other="jnp.zeros(2)"), 5, True),
+    # An all-gather has the number of ranks in it: all return to the commit after step 3.
+    "jit with another collective": (USES_JAX, JIT.format(other="hvd.allgather(mean[:1])"), 4, False),
+    "keras": (USES_KERAS, FIT, 5, True),
+}
+
+
+@pytest.mark.parametrize(("model", "training", "last", "once"), RETRIED.values(), ids=RETRIED)
+def test_a_compiled_step_is_carried_out_again_with_fewer_ranks(
+    model: str, training: str, last: int, once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank dies in step 5, before the vote, while the others' programs may have begun later steps.
+
+    Args:
+        last: the first step in whose result the dead rank has no part.
+        once: whether each step is begun once.
+    """
+    missing = [name for name in ("jax", "keras") if f"import {name}" in f"import jax{model}" and find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    program = tmp_path / "training.py"
+    program.write_text(RETRY.format(model=model, training=training, last=last))
+    launcher = [sys.executable, "-m", "collectives.launch", "-np", "3", "--hosts", "127.0.0.1:2,127.0.0.2:1"]
+    options = ["--min-np", "1", "--on-rank-failure", "host"]
+    output = run_command([*launcher, *options, sys.executable, str(program)], timeout=120).output
+    ends = re.findall(r"member (\d) is done: (\w+)\.", output)
+    assert sorted(ends) == [("0", str(once)), ("1", str(once))], output

@@ -264,9 +264,51 @@ def train(state):
 train(state)
 check([weight.numpy() for weight in weights])
 """
+JAX = """
+import jax, jax.numpy as jnp, optax
+import collectives.jax as hvd
+
+hvd.init()
+jax.config.update("jax_enable_x64", True)
+optimizer = hvd.DistributedOptimizer(optax.sgd(1.0), {options})
+state = hvd.elastic.JaxState(step=0, weights=[jnp.zeros(count) for count in (3, 2000, 10_000, 300_000)])
+
+def loss(weights, values):
+    return sum((weight * values[: len(weight)]).sum() for weight in weights)
+
+def step(weights, optimizer_state, values):
+    grads = jax.grad(loss)(weights, values)
+    updates, optimizer_state = optimizer.update(grads, optimizer_state, weights)
+    mean = hvd.allreduce(values.sum())  # another reduction of the program
+    return optax.apply_updates(weights, updates), optimizer_state, mean
+
+step = {compiled}(step)
+
+@elastic.run(recover="retry")
+def train(state):
+    optimizer_state = optimizer.init(state.weights)
+    while state.step < 10:
+        values = gradient(state.step, 300_000)
+        dies(1, 3, "step")
+        state.weights, optimizer_state, mean = step(state.weights, optimizer_state, values)
+        state.settle()
+        if state.step == 0:
+            assert float(mean) == values.sum() + 300_000 * (2.5 - generations.job().member - 1) * 12.0
+        state.step += 1
+
+train(state)
+check([np.asarray(weight) for weight in state.weights])
+"""
+ADAPTERS = {
+    "torch": TORCH,
+    "tensorflow": TENSORFLOW,
+    "jax": JAX.format(options="", compiled="jax.jit"),
+    "jax unordered": JAX.format(options="ordered=False", compiled="jax.jit"),
+    "jax eager": JAX.format(options="", compiled=""),
+}
 
 
-@pytest.mark.parametrize("adapter", [TORCH, TENSORFLOW], ids=["torch", "tensorflow"])
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 def test_no_step_is_lost_where_gradients_are_combined_again(adapter: str, tmp_path: Path) -> None:
     """Ranks die before they combine, before they vote, and after it; nobody takes their places."""
     hosts = ",".join(f"127.0.0.{number}:1" for number in (1, 2, 3, 4))

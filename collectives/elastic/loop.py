@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import numpy as np
 
-from collectives.base.errors import InvalidArgumentError, RecoverableError
+from collectives.base.errors import InvalidArgumentError, NotInitializedError, RecoverableError
 from collectives.base.reduce_op import Op
 from collectives.elastic import retry
 from collectives.elastic.events import renew, tell
@@ -116,6 +116,8 @@ def is_recoverable(error: BaseException) -> bool:
     """Whether a new start of the world can cure an error: a `RecoverableError`, or what a framework has made of one."""
     if isinstance(error, RecoverableError):
         return True
+    if isinstance(error, NotInitializedError) and runtime.is_initialized():
+        return True  # a call in a world that another thread was about to leave, to carry out a step again
     failure = runtime.world().failure if runtime.is_initialized() else None
     if not isinstance(failure, RecoverableError):
         return False

@@ -48,6 +48,7 @@ class Steps:
         self._changed = threading.Condition()
         self._active = 0
         self._renewing = False
+        self._over = False
 
     def carry_out(
         self, name: str, step: Callable[[], object], restore: Callable[[], object] = lambda: None, *, votes: bool = True
@@ -95,10 +96,18 @@ class Steps:
         self.carry_out(name, step)
         return results[0]
 
+    def close(self) -> None:
+        """End with the training function: steps that other threads are in fail, and are not carried out again."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._renewing)
+            self._over = True
+
     def _begin(self) -> World:
         """The world in which a step is carried out, which does not change before its end."""
         with self._changed:
             self._changed.wait_for(lambda: not self._renewing)
+            if self._over:
+                raise RecoverableError("the training function has been left to which this step belongs")
             world = runtime.world()
             self._active += 1
             return world
@@ -113,7 +122,7 @@ class Steps:
         """Leave a world for the next one, unless another thread has done so."""
         with self._changed:
             self._changed.wait_for(lambda: not self._renewing)
-            if self.renewed or not (isinstance(error, RecoverableError) or ended.failure is not None):
+            if self.renewed or self._over or not (isinstance(error, RecoverableError) or ended.failure is not None):
                 raise error
             if runtime.default.world is not ended:
                 return
@@ -163,3 +172,4 @@ def retrying(again: bool) -> Iterator[Steps]:
         yield steps
     finally:
         _current = None
+        steps.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from collectives.base.errors import (
     InvalidArgumentError,
     InvalidTypeError,
     MismatchError,
+    NotInitializedError,
     RankFailedError,
     RecoverableError,
     TransportError,
@@ -184,6 +186,50 @@ def test_where_a_retry_has_renewed_the_world_that_world_is_used(job: Played) -> 
     train(state)
     # The second failure, of which no step knows, renews it again.
     assert job.calls.count("renew after RankFailedError") == 2
+
+
+def test_a_step_of_another_thread_ends_with_the_function_that_was_left(job: Played) -> None:
+    begun, left = threading.Event(), threading.Event()
+    attempts, errors, threads = [], [], list[threading.Thread]()
+
+    def reduce() -> None:
+        attempts.append(begun.set())
+        assert left.wait(10)
+        if len(attempts) == 1:
+            raise RankFailedError("gone")
+
+    def reduce_in_thread(steps: Any) -> None:
+        try:
+            steps.reduce("step", reduce)
+        except RecoverableError as error:
+            errors.append(str(error))
+
+    @elastic.run(recover="retry")
+    def train(state: Any) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=reduce_in_thread, args=(retry.steps(),), daemon=True))
+            threads[0].start()
+            assert begun.wait(10)
+            raise RankFailedError("noticed elsewhere")
+        left.set()
+        threads[0].join(10)
+
+    train(ObjectState())
+    assert len(attempts) == 1 and errors == ["gone"]
+    assert job.calls.count("renew after RankFailedError") == 1
+
+
+def test_a_call_in_a_world_that_another_thread_leaves_can_be_cured(job: Played) -> None:
+    fail = failing(NotInitializedError("this world was shut down"))
+    elastic.run(recover="retry")(lambda state: fail())(ObjectState())
+    assert job.calls.count("renew after NotInitializedError") == 1
+
+    def shut_down(state: Any) -> None:
+        collectives.shutdown()
+        collectives.allreduce(np.ones(3))
+
+    with pytest.raises(NotInitializedError):
+        elastic.run(recover="retry")(shut_down)(ObjectState())
 
 
 def test_events_are_told_of_what_a_retry_renews(job: Played) -> None:

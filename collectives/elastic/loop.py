@@ -47,9 +47,9 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
 
     Args:
         recover: "restore": return to the last commit. "retry": where ranks die in a step of a `DistributedOptimizer`
-            of torch, TensorFlow or Keras, or in a commit, the others combine the same gradients again, and no step is
-            lost; elsewhere they return to the last commit. Costs a copy of the gradients, and an all-reduce of one byte
-            in each step.
+            of torch, TensorFlow, JAX or Keras, or in a commit, the others combine the same gradients again, and no step
+            is lost; elsewhere they return to the last commit. Costs a copy of the gradients, and an all-reduce of one
+            byte in each step.
         reset_limit: after so many failures without a commit in between, the first of these errors is raised; None: no
             limit.
 

@@ -46,7 +46,7 @@ def begin(
     """Return the world of a process set and a call on it, to be completed by the collective's own arguments."""
     refuse_unknown(options, ProgramOptions)
     if not compat.tracing():
-        eager.wait_for_effects()  # programs may still lose ranks, and go on with the others (`collectives.elastic.retry`)
+        eager.wait_for_effects()  # programs may lose ranks, and go on with the others (`collectives.elastic.retry`)
     world = world_of(process_set)
     ordered = bool(options.get("ordered", True))
     with world.refusing(name):

@@ -20,9 +20,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TextIO
 
 from collectives.base.errors import (
     CollectiveTimeoutError,
@@ -35,7 +36,7 @@ from collectives.launch.agent import die_with_parent
 
 CALL, RESULT, FAILURE, EVENTS = "call", "result-{}", "failure-{}", "events"
 """Names of files in the folder that this process shares with the ranks."""
-_AFTER_TERMINATE = 30.0
+_AFTER_TERMINATE, _AFTER_END = 30.0, 2.0
 
 
 def run(
@@ -58,7 +59,7 @@ def run(
         values = {"-np": np, "--min-np": min_np, "--max-np": max_np, "--host-discovery-script": host_discovery_script}
         own = [f"{flag}={value}" for flag, value in values.items() if value is not None] + list(options)
         program = [executable or sys.executable, "-m", "collectives.launch.run_function", name]
-        elastic = cli.check_arguments([*own, *program])
+        elastic, _, _ = cli.check_arguments([*own, *program])
         arguments = [*own, *([f"--elastic-events={folder / EVENTS}"] if elastic else []), *program]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
         code = _wait([sys.executable, "-m", "collectives.launch", *arguments], environment, timeout)
@@ -124,7 +125,15 @@ def search_path() -> list[str]:
 
 def _wait(command: Sequence[str], environment: Mapping[str, str], timeout: float | None) -> int:
     """Run the job to its end. No process of the job survives this function, also if it raises."""
-    process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent())
+    pipes = [subprocess.PIPE if _is_replaced(stream, fd) else None for fd, stream in enumerate(_streams(), 1)]
+    process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent(), stdout=pipes[0], stderr=pipes[1])
+    pumps = [
+        threading.Thread(target=_pump, args=(pipe, stream), daemon=True)
+        for pipe, stream in zip((process.stdout, process.stderr), _streams(), strict=True)
+        if pipe is not None
+    ]
+    for pump in pumps:
+        pump.start()
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -136,6 +145,29 @@ def _wait(command: Sequence[str], environment: Mapping[str, str], timeout: float
                 process.wait(_AFTER_TERMINATE)
             process.kill()
             process.wait()
+        for pump in pumps:
+            pump.join(_AFTER_END)
+
+
+def _streams() -> tuple[TextIO, TextIO]:
+    return sys.stdout, sys.stderr
+
+
+def _is_replaced(stream: TextIO, fd: int) -> bool:
+    """Whether what this program prints goes elsewhere than to the file descriptor, which children inherit: into a
+    notebook."""
+    try:
+        return stream.fileno() != fd
+    except (OSError, AttributeError, ValueError):
+        return True
+
+
+def _pump(pipe: IO[bytes], stream: TextIO) -> None:
+    """Print what the job prints."""
+    with pipe:
+        for line in pipe:
+            stream.write(line.decode(errors="replace"))
+            stream.flush()
 
 
 def _returned(folder: Path, rank: int) -> Any:

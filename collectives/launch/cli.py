@@ -39,13 +39,14 @@ _OF_SSH = {
 """Options for starting ranks without MPI, and why they have no effect with it."""
 
 
-def check_arguments(arguments: Sequence[str]) -> bool:
-    """Return whether these arguments of ``collectivesrun`` start an elastic job. InvalidArgumentError: a mistake."""
+def check_arguments(arguments: Sequence[str]) -> tuple[bool, int, Sequence[Host]]:
+    """Return whether these arguments of ``collectivesrun`` start an elastic job, its ranks and its hosts.
+
+    InvalidArgumentError: a mistake."""
     parser = make_parser()
     options = parser.parse_args(split(parser, arguments)[0])
     elastic = elastic_options.wanted(options)
-    _ranks_and_hosts(options, elastic)
-    return elastic
+    return (elastic, *_ranks_and_hosts(options, elastic))
 
 
 def horovodrun() -> int:

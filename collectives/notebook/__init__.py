@@ -1,0 +1,73 @@
+"""Ranks that stay between the cells of a notebook.
+
+%load_ext collectives.notebook
+
+%%collectives -np 4
+import collectives
+x = collectives.allreduce(...)       # on all ranks, which have joined each other already; x stays
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from collectives.notebook.session import Session
+
+_session: Session | None = None
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register the magics: ``%%collectives [OPTIONS OF collectivesrun]`` runs a cell on all ranks, which it starts if
+    there are none, or if the options have changed; ``%collectives stop`` ends them."""
+    from IPython.core.magic import register_line_cell_magic
+
+    def collectives(line: str, cell: str | None = None) -> None:
+        words = shlex.split(line)
+        if cell is not None:
+            started(words).run(cell)
+        elif words == ["stop"]:
+            stop()
+        else:
+            print(_session.status() if _session else "no ranks run; %%collectives -np 4 starts some")
+
+    register_line_cell_magic(collectives)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """End the ranks."""
+    stop()
+
+
+def started(options: list[str]) -> Session:
+    """The running ranks, if they were started with these options or none are given; else new ones."""
+    global _session
+    if _session is not None and _session.alive and options in ([], _session.options):
+        return _session
+    if _session is not None and _session.alive:
+        print(f"collectives: other options: the {len(_session.ranks)} ranks end, and new ones start without variables")
+    stop()
+    _session = Session(options or ["-np", "2"])
+    return _session
+
+
+def stop() -> None:
+    """End the ranks, if there are any."""
+    global _session
+    if _session is not None:
+        _session.close()
+        _session = None
+
+
+def pull(name: str) -> list[Any]:
+    """The values that a variable has on the ranks, by rank. They are pickled.
+
+    Raises:
+        NotInitializedError: no ranks run.
+        RankFailedError: some rank has no such variable, or cannot pickle it.
+    """
+    from collectives.base.errors import NotInitializedError
+
+    if _session is None:
+        raise NotInitializedError("collectives.notebook.pull: no ranks run; %%collectives -np 4 starts some")
+    return _session.pull(name)

@@ -130,9 +130,13 @@ class Agents(Ranks):
         died_at = self._failed_at if self._lost else self._died_at()
         return min(self._failed_at + _AFTER_FAILURE, died_at + _AFTER_DEATH)
 
-    def send_signal(self, number: int) -> None:
+    def forward(self, number: int) -> None:
         if self._sent:
             self._order(f"signal {int(number)}")
+
+    def send_signal(self, number: int) -> None:
+        if self._sent:
+            self.forward(number)
         else:
             self.end()
 

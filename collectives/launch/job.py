@@ -23,7 +23,9 @@ _LOOK = 0.1
 """Seconds between checks of withheld output; output, a process's end and signals are handled at once."""
 _AFTER_SIGNAL = 5.0
 _AFTER_END = 1.0
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that are the program's: batch systems send them some time before a job's time limit."""
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, *_FORWARDED)
 
 
 class Ranks:
@@ -73,9 +75,13 @@ class Ranks:
         """Return when the ranks are to be ended for a failure, on the monotonic clock; infinite: there is none."""
         raise NotImplementedError
 
-    def send_signal(self, number: int) -> None:
+    def forward(self, number: int) -> None:
         """Forward a signal to the ranks."""
         raise NotImplementedError
+
+    def send_signal(self, number: int) -> None:
+        """Forward a signal that ends the job."""
+        self.forward(number)
 
     def stopped(self) -> contextlib.AbstractContextManager[None]:
         """Keep the ranks running in the body, in which this process is stopped, as by Ctrl-Z."""
@@ -138,6 +144,9 @@ def _watch(ranks: Ranks, signals: Signals, output: Output) -> tuple[int, float]:
             if number == signal.SIGTSTP:
                 with ranks.stopped():
                     os.kill(os.getpid(), signal.SIGSTOP)
+                continue
+            if number in _FORWARDED:
+                ranks.forward(number)
                 continue
             if ended_by == number == signal.SIGINT:
                 deadline, ending = 0.0, True  # a second Ctrl-C ends the job at once

@@ -187,7 +187,7 @@ class MpiRanks(Ranks):
     def end_at(self) -> float:
         return self._failed_at + _AFTER_FAILURE if self._failed_at else float("inf")
 
-    def send_signal(self, number: int) -> None:
+    def forward(self, number: int) -> None:
         self.processes[0].send_signal(number)
 
     def end(self) -> None:

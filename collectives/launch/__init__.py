@@ -10,6 +10,7 @@
     hosts                        the hosts of a job, as told or as a batch system has allotted them
     mpirun                       ranks by MPI: find it, build its command line (pure), start and end it
     agents, ssh, agent           ranks without MPI: start an agent on each host, by ssh; the agent itself
+    batch_system                 the same by srun or blaunch, in a job of a batch system
     job                          start, watch and end the ranks of either
     rank                         the process before each rank that forwards its output and its end
     output, screen               parse the ranks' output, and show it line by line, tagged

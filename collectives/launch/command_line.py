@@ -96,10 +96,10 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     where.add_argument(
         "-hostfile", "--hostfile", metavar="FILE", help="the same, one a line: 'host slots=4' or 'host:4'"
     )
-    launcher = parser.add_argument("--launcher", choices=("mpi", "ssh"))
+    launcher = parser.add_argument("--launcher", choices=("mpi", "ssh", "batch"))
     launcher.help = (
-        "how the ranks are started: by MPI, or by this program, on other hosts by ssh (default: mpi where mpirun and "
-        "mpi4py are installed)"
+        "how the ranks are started: by MPI, or by this program, on other hosts by ssh or the batch system in whose job "
+        "it is (default: mpi where mpirun and mpi4py are installed, then batch in a job of Slurm, LSF or PBS)"
     )
     parser.add_argument("--mpi", dest="launcher", action="store_const", const="mpi", help="--launcher mpi")
     parser.add_argument("--gloo", dest="launcher", action="store_const", const="ssh", help="--launcher ssh")

@@ -1,4 +1,4 @@
-"""One agent, as the launcher sees it: a child of this process, or of ssh."""
+"""One agent, as the launcher sees it: a child of this process, or of ssh or a batch system's command."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class HostAgent:
         self.free_port = self.address = ""
         self._received = b""
         command = [sys.executable, "-I", "-S", agent.__file__]
-        self.start_by, self._start_within = 0.0, remote.timeout
+        self.start_by, self._remote = 0.0, remote
         self._command = remote.command(place.host, command) if place.host else command
         self._environment = environment
         self._with_input = with_input and not place.host
         self._stdin: int | None = None
 
     def start(self) -> None:
-        """Start the agent, or ssh for it."""
-        self.start_by = time.monotonic() + self._start_within
+        """Start the agent, or the command that starts it on another host."""
+        self.start_by = time.monotonic() + self._remote.timeout
         if self._with_input:
             self._stdin = os.dup(0)
         self.process = subprocess.Popen(
@@ -89,11 +89,12 @@ class HostAgent:
 
     def send(self, command: Sequence[str], environment: Mapping[str, str], size: int, peer_timeout: float) -> None:
         """Send the task. An agent without ranks stays, and starts those that `begin` sends later."""
+        host = self.place.host
         task = {
             "command": list(command),
-            "environment": ssh.environment_for_others(environment) if self.place.host else dict(environment),
+            "environment": self._remote.travelling(host, environment) if host else dict(environment),
             "folder": os.getcwd(),
-            "patience": _PATIENT_AGENT * peer_timeout if self.place.host else 0,
+            "patience": _PATIENT_AGENT * peer_timeout if host else 0,
             "ranks": [
                 {
                     "COLLECTIVES_RANK": str(rank),

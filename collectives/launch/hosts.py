@@ -113,6 +113,9 @@ def _slurm(said: Mapping[str, str]) -> list[tuple[str, int]]:
         for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", said.get("SLURM_TASKS_PER_NODE", ""))
         for _ in range(int(times or 1))
     ]
+    gpus = said.get("SLURM_GPUS_ON_NODE", "")
+    if gpus.isdigit() and "SLURM_NTASKS" not in said:
+        counts = [int(gpus)] * len(names)  # no number of tasks was requested; Slurm says one for each core, or one
     return list(zip(names, counts or repeat(1), strict=False))
 
 

@@ -7,11 +7,13 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from collectives.base.errors import InvalidArgumentError, MissingDependencyError
+from collectives.launch import agent
 from collectives.transport.tcp import network
 
 _PATIENCE = 10.0
@@ -29,18 +31,24 @@ class Ssh:
         port: of the hosts' ssh servers; None: as ssh is configured.
         identity_file: the private key; empty: as ssh is configured.
         timeout: seconds within which a connection has to come about.
+        before: words before each command, which bring it under a batch system's control.
     """
 
     port: int | None = None
     identity_file: str = ""
     timeout: float = 30.0
+    before: tuple[str, ...] = ()
+
+    def starter(self, host: str) -> str:
+        """Return the name of the command that starts processes on a host."""
+        return "ssh"
 
     def command(self, host: str, words: Sequence[str]) -> list[str]:
         """Return the command that runs ``words`` on a host without passwords; MissingDependencyError without ssh."""
         return [
             *(self._program(), "-T", "-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(self.timeout))}"),
             *self._options(),
-            *("--", _bare(host), f"exec {shlex.join(words)}"),
+            *("--", _bare(host), f"exec {shlex.join([*self.before, *words])}"),
         ]
 
     def address(self, host: str) -> str:
@@ -54,6 +62,16 @@ class Ssh:
             if match is not None:
                 return match[1]
         return _bare(host).rpartition("@")[2]
+
+    def travelling(self, host: str, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that ranks on another host get."""
+        return {name: text for name, text in environment.items() if not _OF_THIS_HOST.fullmatch(name)}
+
+    def advice(self, host: str, code: int) -> str:
+        """Return what must hold for a host's agent to start, after ``command`` has ended with an exit code."""
+        if code == 255:
+            return f"'ssh -o BatchMode=yes {_bare(host)} true' must succeed without a password"
+        return f"{sys.executable} and {agent.__file__} must be there as here"
 
     def _program(self) -> str:
         path = shutil.which("ssh")
@@ -109,11 +127,6 @@ def address_for(hosts: Sequence[str], interface: str, ssh: Ssh) -> str:
     raise InvalidArgumentError(
         f"no network interface leads to the other hosts ({'; '.join(errors)}); name one with --network-interface"
     )
-
-
-def environment_for_others(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks on other hosts get."""
-    return {name: text for name, text in environment.items() if not _OF_THIS_HOST.fullmatch(name)}
 
 
 def _bare(host: str) -> str:

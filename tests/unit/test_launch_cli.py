@@ -18,6 +18,8 @@ from collectives.base.config import ALGORITHMS, Config
 from collectives.base.errors import InvalidArgumentError
 from collectives.launch import cli, command_line, job, mpirun, rank_environment, report
 from collectives.launch.agents import Agents, HostRanks
+from collectives.launch.elastic_agents import ElasticAgents
+from collectives.launch.hosts import Host
 from collectives.launch.mpirun import Launcher, MpiRanks, Vendor
 from collectives.launch.output import Output
 from collectives.launch.rank import pack, unpack
@@ -227,6 +229,23 @@ def test_a_batch_system_gives_hosts_and_ranks(started: list[list[str]], monkeypa
     monkeypatch.setenv("LSB_MCPU_HOSTS", f"{socket.gethostname()} 3")
     assert cli.main([sys.executable]) == 0
     assert started[-1][1:3] == ["-n", "3"] and "-hosts" not in started[-1]
+
+
+def test_in_a_job_the_batch_system_starts_ranks_also_of_elastic_jobs(
+    by_agents: list[Agents], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "blaunch").write_text("#!/bin/sh\n")
+    (tmp_path / "blaunch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("LSB_MCPU_HOSTS", "h1 4 h2 2")
+    monkeypatch.setenv("LSB_JOBID", "7")
+    assert cli.main(["--launcher", "batch", "train"]) == 0
+    assert cli.main(["--min-np", "2", "train"]) == 0
+    assert cli.main(["--launcher", "ssh", "train"]) == 0
+    assert [ranks.remote.starter("h2") for ranks in by_agents] == ["blaunch", "blaunch", "ssh"]
+    assert by_agents[0].places == [HostRanks("h1", (0, 1, 2, 3)), HostRanks("h2", (4, 5))]
+    elastic = by_agents[1]
+    assert isinstance(elastic, ElasticAgents) and elastic._look == (Host("h1", 4), Host("h2", 2))
 
 
 @pytest.fixture

@@ -66,6 +66,8 @@ SLURM = {"SLURM_JOB_NODELIST": "gpu[08-10],login", "SLURM_TASKS_PER_NODE": "4(x3
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, "gpu08:4 gpu09:4 gpu10:4 login:1"),  # srun --pty bash
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "13"}, ""),  # this process is one of them
         ({"SLURM_JOB_NODELIST": "a[b-c]"}, ""),
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "2"}, "gpu08:2 gpu09:2 gpu10:2 login:2"),  # no number of tasks was requested
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS": "13"}, "gpu08:4 gpu09:4 gpu10:4 login:1"),
         ({"LSB_MCPU_HOSTS": "batch 1 node2 16 node1 16"}, "batch:1 node2:16 node1:16"),
         ({"LSB_MCPU_HOSTS": "batch one"}, ""),
         ({"PBS_NODEFILE": "no-such-file"}, ""),

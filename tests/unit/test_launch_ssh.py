@@ -84,7 +84,7 @@ def test_no_way_to_the_other_hosts(program: Path) -> None:
 def test_variables_that_travel() -> None:
     of_here = ("PWD", "SSH_AUTH_SOCK", "DISPLAY", "HOSTNAME", "XDG_RUNTIME_DIR", "_", "BASH_FUNC_x%%")
     travels = {"PATH": "/bin", "PYTHONPATH": "/x", "TMPDIR": "/t", "COLLECTIVES_ALGORITHM": "ring", "HOME": "/me"}
-    assert ssh.environment_for_others({**travels, **dict.fromkeys(of_here, "x")}) == travels
+    assert Ssh().travelling("host2", {**travels, **dict.fromkeys(of_here, "x")}) == travels
 
 
 def test_a_job_on_another_host(program: Path) -> None:

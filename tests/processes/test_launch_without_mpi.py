@@ -165,6 +165,17 @@ def test_a_second_interrupt_ends_the_job_at_once(no_mpi: dict[str, str], tmp_pat
     assert not (tmp_path / "asked").exists()
 
 
+def test_a_signal_of_the_programs_reaches_all_ranks_and_ends_nothing(no_mpi: dict[str, str], tmp_path: Path) -> None:
+    handler = "signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(0 if size == 2 else 9))\n"
+    program = script(tmp_path, WAITING.replace("subprocess.Popen", f"{handler}subprocess.Popen", 1) + FOREVER)
+
+    def interrupt(processes: list[psutil.Process]) -> None:
+        launcher(processes).send_signal(signal.SIGUSR1)
+
+    ready = (tmp_path / "ready", interrupt)
+    run_command([*LAUNCHER, "-np", "2", *program], expect=0, timeout=30, interrupt=ready, env=no_mpi)
+
+
 def test_a_dead_agent_ends_the_job(no_mpi: dict[str, str], tmp_path: Path) -> None:
     program = script(tmp_path, WAITING + FOREVER)
     interrupt = (tmp_path / "ready", lambda processes: agents(processes)[0].kill())
@@ -206,6 +217,34 @@ if os.environ["COLLECTIVES_LOCAL_RANK"] == "0":  # each pgrep has the key on its
     shown = across(hosts, "host2", *program, *words).output
     for rank, host in enumerate(("host1", "host1", "host2", "host2")):
         assert f"[{rank}] {rank} {host} tcp://10.77.0.1 {os.getcwd()} {words} None\n" in shown
+
+
+STANDS_IN = {
+    "blaunch": """[ "$1" = -no-shell ] || exit 7
+host=$2; shift 2; exec ssh -o BatchMode=yes "$host" "exec $(printf ' %q' "$@")"
+""",
+    "pbs_attach": """[ "$1 $2" = "-j 7.server" ] || exit 7
+shift 2; export ATTACHED=7; exec "$@"
+""",
+}
+"""Programs in place of batch systems' commands: what they do beyond ssh is not tested here."""
+
+
+@pytest.mark.parametrize("program", STANDS_IN)
+def test_a_batch_system_starts_ranks_on_its_other_host(program: str, hosts: Cluster, tmp_path: Path) -> None:
+    (tmp_path / program).write_text(f"#!/bin/bash\n{STANDS_IN[program]}")
+    (tmp_path / program).chmod(0o755)
+    (tmp_path / "nodes").write_text("host1\nhost2\nhost2\n")
+    job = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "host1 1 host2 2"}
+    if program == "pbs_attach":
+        job = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    ranks = script(tmp_path, "import os, sys\nprint(os.uname().nodename, os.environ.get('ATTACHED'), sys.argv[1:])\n")
+    command = hosts.on("host1", *LAUNCHER, "--launcher", "batch", *ranks, "a b", "$x")
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    shown = run_command(command, timeout=60, env={**job, "PATH": path}).output
+    attached = "7" if program == "pbs_attach" else None
+    of_ranks = [f"[0] host1 None {['a b', '$x']}", *(f"[{rank}] host2 {attached} {['a b', '$x']}" for rank in (1, 2))]
+    assert sorted(shown.splitlines()) == of_ranks
 
 
 def test_a_failure_on_another_host_is_shown_last(hosts: Cluster, tmp_path: Path) -> None:

@@ -214,13 +214,13 @@ def _hosts(outcome: Outcome, generation: int) -> dict[int, str]:
 
 def _ends(outcome: Outcome, strike: Strike) -> list[tuple[int, Record]]:
     """The survivors' records of the end of the generation in which somebody has died."""
-    return [
-        (member, record)
-        for member, records in outcome.records.items()
-        if member != strike.victim
-        for record in records
-        if record["what"] == "raised" and record["generation"] == strike.generation and record["time"] >= strike.time
-    ]
+    ends = []
+    for member, records in outcome.records.items():
+        later = [record for record in records if record["time"] >= strike.time]
+        raised = [each for each in later if each["what"] == "raised" and each["generation"] == strike.generation]
+        # What ends a training function whose steps were retried has the number of its first generation.
+        ends += [(member, record) for record in raised[:1] if member != strike.victim]
+    return ends
 
 
 def times(outcome: Outcome) -> list[Times]:

@@ -35,7 +35,7 @@ from collectives.base.places import Spot
 from collectives.base.wake_up import WakeUp
 from collectives.transport.backoff import Backoff
 from collectives.transport.stores import job_key, rendezvous
-from collectives.transport.stores.meeting import Meeting, listening_at, listening_host
+from collectives.transport.stores.meeting import NAME_WITHIN, Meeting, await_name, listening_at, listening_host
 from collectives.transport.stores.store import Store, StoreServer
 from collectives.transport.tcp import network
 from collectives.worlds.elastic_jobs import BEYOND, DEFAULT_TIMEOUT, TIMEOUT, Job
@@ -119,10 +119,16 @@ class MemberJob(Job):
         members meet, and serves it.
 
         Raises:
-            TransportError: rank 0 cannot listen there.
+            TransportError: rank 0 cannot listen there; or nothing knows the host.
             InvalidArgumentError: this host has no such network interface.
         """
         host, port = self._rendezvous
+        try:
+            await_name(host, min(self._timeout, NAME_WITHIN) if self._settings.rank == 0 else self._timeout)
+        except OSError as error:
+            raise TransportError(
+                f"the host of COLLECTIVES_RENDEZVOUS=tcp://{host}:{port} is not known: {error}"
+            ) from None
         if self._settings.rank == 0 and self._server is None and not self._is_served():
             where = network.joined(host, port)
             try:

@@ -118,6 +118,22 @@ def test_ranks_meet_at_a_store_of_the_programs(pool: concurrent.futures.ThreadPo
     assert place is not None and (place.rank, place.size, place.store) == (1, 2, store)
 
 
+def test_a_name_that_is_known_late(
+    pool: concurrent.futures.ThreadPoolExecutor, home: dict[str, str], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve, refusals = socket.getaddrinfo, iter(range(8))
+
+    def known_late(host: str, *arguments: Any, **options: Any) -> Any:
+        if host == "train-0.train" and next(refusals, None) is not None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("127.0.0.1" if host == "train-0.train" else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", known_late)
+    monkeypatch.setattr(meeting, "_SERVE_WITHIN", 0.0)
+    told = [asked(rendezvous=f"tcp://train-0.train:{port}", rank=rank, size=2) for rank in range(2)]
+    assert [said for _, said in pool.map(lambda told: meet(home, CONFIG, told), told)] == [[0, 1]] * 2
+
+
 JOB = str(os.getpid())
 """Ports are derived from it, and other tests may run on this machine."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from collectives.base.errors import CollectivesError, CollectiveTimeoutError, TransportError
@@ -20,6 +21,8 @@ _ATTEMPT = 5.0
 """Seconds for a connection to a store."""
 _SERVE_WITHIN = 5.0
 """Seconds for which rank 0 tries: a port may be free again soon."""
+NAME_WITHIN = 60.0
+"""Seconds for which rank 0 waits until the name of its host is known: Kubernetes publishes those of pods late."""
 _FIRST_NAP, _LONGEST_NAP = 0.02, 0.5
 _served: list[StoreServer] = []
 """Stores that this process serves until it ends: the ranks meet there again."""
@@ -48,6 +51,10 @@ class Meeting:
 
     def connect(self) -> Store:
         first = self._spot.rank == 0
+        if first:
+            self._why = dict.fromkeys(self._spot.ports, f"nothing knows an address of {self._spot.host} yet")
+            with suppress(OSError):
+                await_name(self._spot.host, min(self._timeout, NAME_WITHIN))
         backoff, within = Backoff(_FIRST_NAP), min(self._timeout, _SERVE_WITHIN) if first else self._timeout
         try:
             while not any(self._try(port) or (first and self._serve(port)) for port in self._spot.ports):
@@ -130,6 +137,20 @@ class Meeting:
         for port, why in list(self._why.items()):  # to which another thread may add
             reasons.setdefault(why, []).append(port)
         return "; ".join(f"port {', '.join(map(str, ports))}: {why}" for why, ports in reasons.items())
+
+
+def await_name(host: str, seconds: float) -> None:
+    """Wait until an address of a host is known. OSError: none is in time."""
+    backoff = Backoff(_FIRST_NAP)
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror:
+            backoff.look()
+            if backoff.now > backoff.begun + seconds:
+                raise
+            backoff.nap(_LONGEST_NAP, backoff.begun + seconds)
 
 
 def listening_at(host: str, port: int, listen: Callable[[str, int], T]) -> T:

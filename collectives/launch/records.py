@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 _TRACEBACK = "Traceback (most recent call last):"
+_OF_ANOTHER = re.compile(r"^\S*RankFailedError: rank \d+: rank \d+ has failed:$", re.MULTILINE)
+"""What precedes the traceback of another rank, which may be one of another launcher."""
 ABORT_NOTICE = re.compile(rb"^Abort\(\d+\) on node .*application called MPI_Abort.*\n?", re.MULTILINE)
 """MPICH's message, written by the rank, when it aborts the job after its failure."""
 _ENDED_BY_OTHERS = 128 + signal.SIGTERM
@@ -50,7 +52,8 @@ class Record:
             how = f"was killed by signal {self.code - 128} ({signal.Signals(self.code - 128).name})"
         else:
             how = f"failed with exit code {self.code}"
-        shown = _last_words(self.text)
+        another = _OF_ANOTHER.search(self.text) if self.consequence else None
+        shown = self.text[another.start() :].strip() if another else _last_words(self.text)
         return f"collectivesrun: rank {self.rank} on {self.host} {how}" + (f":\n{shown}" if shown else "")
 
 

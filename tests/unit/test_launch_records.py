@@ -121,3 +121,10 @@ def test_only_the_last_traceback_is_shown_with_its_causes() -> None:
     shown = str(Record(0, 1, text, 0.0, "h"))
     assert "KeyError: 'a'" in shown and shown.endswith("ValueError: b")
     assert "noise" not in shown and "OSError" not in shown
+
+
+def test_a_traceback_of_another_rank_is_not_shown_as_this_ones() -> None:
+    said = "collectives.RankFailedError: rank 0: rank 3 has failed:\nTraceback (most recent call last):\nValueError: x"
+    text = f"Traceback (most recent call last):\n  here\n{said}\n"
+    record = Record(0, 1, text, NOW, "pod-0", consequence=True)
+    assert str(record) == f"collectivesrun: rank 0 on pod-0 failed with exit code 1:\n{said}"

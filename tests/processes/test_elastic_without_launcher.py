@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -27,8 +24,8 @@ from collectives.transport.stores.meeting import Meeting
 from collectives.transport.tcp.authentication import make_key
 from tests.support.launching.mpirun import ROOT, run_command
 from tests.support.launching.ports import free_port
+from tests.support.launching.watched_process import PATIENCE, Process
 
-PATIENCE = 30.0
 KEY = make_key()
 PROGRAM = """
 import os, sys
@@ -68,52 +65,6 @@ say("right" if train(state) else "wrong")
 """
 
 
-class Process:
-    """A process of a job, and what it has printed."""
-
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        command = [sys.executable, "-u", str(folder / "program.py"), str(folder)]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        self.printed = ""
-        self._news = threading.Condition()
-        self._ended = False
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with self._news:
-                self.printed += line
-                self._news.notify_all()
-        with self._news:
-            self._ended = True
-            self._news.notify_all()
-
-    def prints(self, pattern: str) -> re.Match[str]:
-        """Wait until it has printed something."""
-        with self._news:
-            self._news.wait_for(lambda: re.search(pattern, self.printed) or self._ended, PATIENCE)
-        match = re.search(pattern, self.printed)
-        assert match is not None, f"not {pattern!r} in: {self.printed}"
-        return match
-
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def ends(self, code: int = 0) -> str:
-        """Wait for its end, and return what it has printed."""
-        assert self._process.wait(PATIENCE) == code, self.printed
-        with self._news:
-            assert self._news.wait_for(lambda: self._ended, PATIENCE)
-        return self.printed
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(PATIENCE)
-
-
 class Processes:
     """The processes of a job; ``variables`` of all of them."""
 
@@ -138,7 +89,8 @@ class Processes:
         return ranks
 
     def start(self, **variables: object) -> Process:
-        self._all.append(Process(self._folder, self._environment | _texts(variables)))
+        command = [sys.executable, "-u", str(self._folder / "program.py"), str(self._folder)]
+        self._all.append(Process(command, self._environment | _texts(variables)))
         return self._all[-1]
 
     @staticmethod

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError
-from collectives.launch import config_file, elastic_options, job, rank_environment, report
+from collectives.launch import config_file, elastic_options, job, kubernetes, node, rank_environment, report
 from collectives.launch import rank as before_rank
 from collectives.launch.agent import free_port
 from collectives.launch.agents import Agents
@@ -85,6 +85,9 @@ def _open_closed_streams() -> None:
 def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     own, program = split(parser, arguments)
     options = parser.parse_args(own)
+    if options.kubernetes:
+        kubernetes.write(parser, options, own, program)
+        return 0
     if options.check_build:
         text, complete = report.check_build(as_horovod=options.as_horovod)
         print(text)
@@ -122,7 +125,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     if options.as_horovod:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOROVOD), environment.get("PYTHONPATH")]))
     options.launcher = options.launcher or file.launcher
-    launcher = None if elastic else _launcher(options.launcher)
+    launcher = None if elastic or options.node else _launcher(options.launcher)
     for message in _without_effect(options, launcher):
         print(f"collectivesrun: {message}", file=sys.stderr)
     options.verbose = options.verbose or file.verbose
@@ -135,7 +138,9 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         print(f"collectivesrun: {launcher or f'without MPI: {shlex.join(program)}'}", file=sys.stderr, flush=True)
     if launcher is None:
         environment = rank_environment.of_no_process(environment)
-        if ranks == 1 and not (elastic or hosts or trace or options.output_filename or options.as_horovod):
+        if ranks == 1 and not (
+            elastic or hosts or options.node or trace or options.output_filename or options.as_horovod
+        ):
             os.execvpe(program[0], program, environment)
     if elastic:
         code = _start_elastic(options, ranks, hosts, program, environment, config)
@@ -161,6 +166,13 @@ def _ranks_and_hosts(options: argparse.Namespace, elastic: bool) -> tuple[int, S
     """Return the number of ranks and their hosts; of an elastic job the largest number, if it is known."""
     hosts = read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts) if options.hosts else ()
     ranks: int | None = options.ranks
+    if options.node:
+        if ranks is None or hosts or elastic or options.launcher == "mpi":
+            raise InvalidArgumentError(
+                "--node: expected -np with the ranks of all hosts, and no --hosts, --launcher mpi or options of an "
+                "elastic job, whose hosts have COLLECTIVES_ELASTIC=1"
+            )
+        return ranks, options.node.placement(ranks)
     if elastic:
         if ranks is None and not hosts and options.host_discovery_script is None:
             hosts = allotted(os.environ)
@@ -256,6 +268,10 @@ def _start(
     shown = Output(ranks, tag=options.tag, verbose=options.verbose)
     placement = ",".join(str(len(own)) for own in ranks_of_each(ranks, hosts)) if options.as_horovod else ""
     words = before_rank.pack([options.output_filename, str(len(str(ranks - 1))), placement, shown.terminal, *program])
+    if options.node:
+        meeting = node.meeting(options.node, ranks, os.environ)
+        own = options.node.ranks(ranks)
+        return job.run(node.NodeRanks(own, ranks, meeting, words, environment, config, remote), shown)
     if launcher is None:
         return job.run(Agents(_places(ranks, hosts), words, environment, config, remote), shown)
     environment = with_tools(launcher.path, environment)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from collectives import __version__
 from collectives.base import config
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch import elastic_options
+from collectives.launch import elastic_options, kubernetes, node
 from collectives.launch.options import IGNORED, SWITCHES, VALUES, nonempty, parsed
 
 _EPILOG = """\
@@ -28,6 +28,7 @@ examples:
   collectivesrun -np 4 --timeline run.html python train.py
   collectivesrun -np 4 --as-horovod python their_script.py
   collectivesrun --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh python train.py
+  collectivesrun --kubernetes job.yaml --image registry/train:1 -np 8 --gpus-per-pod 4 python train.py
 
 An option takes precedence over the file of --config-file, and that over the environment (COLLECTIVES_..., HOROVOD_...).
 Options may be abbreviated. All options of horovodrun are accepted; one without effect here is reported.
@@ -124,6 +125,11 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     )
     verbose = parser.add_argument("--verbose", action="store_true")
     verbose.help = "print the command that is built, what the MPI launcher says, and every rank's traceback"
+    this_node = parser.add_argument("--node", metavar="K/N", type=_type(partial(parsed, node.parse)))
+    this_node.help = (
+        "start the ranks of host K of N here, counted from 0; each of the hosts runs this command, with "
+        "COLLECTIVES_RENDEZVOUS and COLLECTIVES_KEY"
+    )
     parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
     parser.add_argument("-cb", "--check-build", action="store_true", help="print what is installed, and exit")
     version = f"collectives {__version__}"
@@ -131,6 +137,7 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
         version = f"{importlib.import_module('collectives.horovod').VERSION} ({version})"
     parser.add_argument("-v", "--version", action="version", version=version)
     elastic_options.add_to(parser, _positive, _type(partial(parsed, config.count)), _seconds)
+    kubernetes.add_to(parser, _positive)
     add_to(parser)
     return parser
 

@@ -1,36 +1,14 @@
-"""Allgather: ``collectivesrun -np 2 python -m benchmarks.allgather -b 64K -e 64M -f 4 --peers mpi``.
-
-S is the whole result. busbw = algbw * (n-1)/n. The limit: a memcpy of S(n-1)/n bytes on every rank at once, what a rank
-receives from its peers; its own part is left out.
-"""
+"""Allgather: ``collectivesrun -np 2 python -m benchmarks.allgather -b 64K -e 64M -f 4 --peers mpi``."""
 
 from __future__ import annotations
 
-import numpy as np
-
-import collectives
-from benchmarks.collective import Case, Collective, Forced, Result, fills
-from benchmarks.peers import Cupyx, Mpi, Torch
+from benchmarks.peers import Cupyx, Mpi, PeersCalls, Torch, fills
 from benchmarks.run import main
-from benchmarks.values import Values
+from collectives.tools.bench import definitions
+from collectives.tools.bench.collective import Case, Result
 
 
-class Allgather(Collective):
-    name = "allgather"
-
-    def receive_parts(self, ranks: int) -> int:
-        return ranks
-
-    def wrong(self, case: Case, values: Values, result: np.ndarray) -> int:
-        parts = result.reshape(case.size, case.count)
-        return sum(values.wrong(parts[source], source) for source in range(case.size))
-
-    def ours(self, forced: Forced, case: Case, mode: str) -> Result:
-        return lambda: collectives.allgather(case.send, **forced)
-
-    def persistent(self, case: Case, mode: str) -> Result:
-        return collectives.allgather_init(case.send)
-
+class Allgather(definitions.Allgather, PeersCalls):
     def mpi(self, peer: Mpi, case: Case, mode: str) -> Result:
         return fills(case.work, peer.comm.Allgather, peer.plain(case.send), peer.plain(case.work))
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import cli
 from benchmarks.hosts import add_contestants
+from collectives.tools.bench import cli
 
 VARIABLE = "COLLECTIVES_CLUSTER"
 """Names the tool where no flag does."""

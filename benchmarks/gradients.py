@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks import cli, report
-from benchmarks.collective import FLOOR, floor
-from benchmarks.device import HOST, Memory, memories
-from benchmarks.measure import OURS, Summary, bandwidth, counters_per_step, quartiles
 from benchmarks.models import MODELS, Shapes, elements
 from benchmarks.peers import NATIVE, Cupyx, Mpi, Peer, Torch, connect_all
-from benchmarks.progress import time_in_turn
-from benchmarks.ranks import Ranks, session
-from benchmarks.values import Values
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.collective import FLOOR, floor
+from collectives.tools.bench.device import HOST, Memory, memories
+from collectives.tools.bench.measure import OURS, Summary, bandwidth, counters_per_step, quartiles
+from collectives.tools.bench.progress import time_in_turn
+from collectives.tools.bench.ranks import Ranks, session
+from collectives.tools.bench.values import Values
 
 PEERS = {"cpu": ("mpi", "flat", "gloo", FLOOR), "cuda": ("nccl", "torch", "cupyx", FLOOR)}
 

@@ -14,15 +14,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks import cli, report
 from benchmarks.allreduce import ALLREDUCE
-from benchmarks.collective import Case, Result
-from benchmarks.contest import Contest, Prepare
-from benchmarks.measure import OURS, Summary, alternate
-from benchmarks.peers import connect_all
-from benchmarks.ranks import session
+from benchmarks.peers import prepared
 from collectives.base.config import NETWORKS, Config
 from collectives.base.reduce_op import Op
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.collective import Case, Result
+from collectives.tools.bench.contest import Contest, Prepare
+from collectives.tools.bench.measure import OURS, Summary, alternate
+from collectives.tools.bench.ranks import session
 from collectives.worlds import connect
 from collectives.worlds.world import World
 
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ours: dict[str, Prepare] = {
             f"ours, {network}": stack.enter_context(_over(network)) for network in options.network
         }
-        peers = stack.enter_context(connect_all(options.peers, ranks))
+        peers = stack.enter_context(prepared(ALLREDUCE, settings, ranks))
         contest = Contest(ALLREDUCE, settings, ranks, peers, max(options.bytes))
         contest.contestants = {
             OURS: contest.contestants[OURS],

@@ -28,10 +28,10 @@ import numpy as np
 
 import collectives
 import collectives.jax as hvd
-from benchmarks import cli, report
-from benchmarks.measure import Summary
-from benchmarks.progress import time_in_turn
-from benchmarks.ranks import Ranks, session
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.measure import Summary
+from collectives.tools.bench.progress import time_in_turn
+from collectives.tools.bench.ranks import Ranks, session
 
 Call = Callable[[], Any]
 

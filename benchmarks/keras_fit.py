@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import cli, report
-from benchmarks.measure import OURS, Summary, quartiles
-from benchmarks.progress import time_in_turn
-from benchmarks.ranks import Ranks, session
 from benchmarks.tf_strategy import strategy
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.measure import OURS, Summary, quartiles
+from collectives.tools.bench.progress import time_in_turn
+from collectives.tools.bench.ranks import Ranks, session
 
 ALONE, LEGACY, STRATEGY = "alone", "legacy", "strategy"
 BASES = {OURS: ALONE, STRATEGY: LEGACY}

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks import cli, report
 from benchmarks.allreduce import ALLREDUCE
-from benchmarks.collective import FLOOR
-from benchmarks.contest import Contest, Peers
-from benchmarks.device import Memory, memories
-from benchmarks.measure import Summary, alternate
-from benchmarks.peers import connect_all
-from benchmarks.progress import Progress
-from benchmarks.ranks import Ranks, session
+from benchmarks.peers import PEERS, prepared
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.collective import FLOOR
+from collectives.tools.bench.contest import Contest, Peer
+from collectives.tools.bench.device import Memory, memories
+from collectives.tools.bench.measure import Summary, alternate
+from collectives.tools.bench.progress import Progress
+from collectives.tools.bench.ranks import Ranks, session
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     flags.add_count("-n", "--batches", default=21, help="timed batches per contestant")
     flags.add_count("-m", "--calls", default=200, help="calls per batch")
-    cli.add_contestants(flags)
+    cli.add_contestants(flags, PEERS)
     flags.add_json()
     options = flags.parse_args(arguments)
     cli.check_device(flags, options)
@@ -54,14 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     with session() as ranks:
         places = memories(options.device, collectives.local_rank(), options.memory)
-        with connect_all(options.peers, ranks, places[options.memory[0]]) as peers:
+        with prepared(ALLREDUCE, settings, ranks, places[options.memory[0]]) as peers:
             results = measure(settings, options.calls, ranks, peers, places)
         content = {"batches": options.batches, "calls": options.calls, "records": results}
         report.write_results(options.json, ranks, "latency", "microseconds per call", content)
 
 
 def measure(
-    settings: cli.Settings, calls: int, ranks: Ranks, peers: Peers, places: Mapping[str, Memory]
+    settings: cli.Settings, calls: int, ranks: Ranks, peers: Mapping[str, Peer], places: Mapping[str, Memory]
 ) -> list[dict[str, Any]]:
     """Time batches of ``calls`` calls for every size; rank 0 prints a line for each."""
     contest = Contest(ALLREDUCE, settings, ranks, peers, max(settings.sizes), places)

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks import cli, report
-from benchmarks.device import available_bytes, check_memory, read
-from benchmarks.plot import short_bytes
-from benchmarks.ranks import Ranks, session
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.device import available_bytes, check_memory, read
+from collectives.tools.bench.plot import short_bytes
+from collectives.tools.bench.ranks import Ranks, session
 
 _SMALL = 4096
 """Bytes of the tensor that is reduced very many times."""

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks import cli, report
-from benchmarks.measure import OURS, Summary, alternate
 from benchmarks.peers import PEERS, Mpi, Torch, connect_all
-from benchmarks.plot import short_bytes
-from benchmarks.ranks import Ranks, session
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.measure import OURS, Summary, alternate
+from collectives.tools.bench.plot import short_bytes
+from collectives.tools.bench.ranks import Ranks, session
 
 COMPUTE = ("device", "blas")
 

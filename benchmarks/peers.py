@@ -8,17 +8,20 @@ What a library cannot do for a row raises Unavailable.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.collective import Case, Forced, Result, Unavailable
-from benchmarks.device import HOST, Cuda, Memory
 from benchmarks.prototype import Prototype
-from benchmarks.ranks import Ranks
 from benchmarks.sockets import Sockets
+from collectives.tools.bench import contest
+from collectives.tools.bench.cli import Settings
+from collectives.tools.bench.collective import Case, Collective, Forced, Result, Unavailable
+from collectives.tools.bench.device import HOST, Cuda, Memory
+from collectives.tools.bench.ranks import Ranks
 
 PEERS = {"cpu": ("mpi", "gloo", "prototype", "sockets"), "cuda": ("nccl", "torch", "cupyx")}
 """Who there is, by ``--device``."""
@@ -28,6 +31,34 @@ NATIVE: Forced = {"algorithm": "native", "transport": "nccl"}
 
 _TYPECODES = "bhilqBHILQfdFD"
 """NumPy's characters of the dtypes that every MPI has."""
+
+
+def fills(work: Any, call: Callable[..., Any], *arguments: Any) -> Result:
+    """``call(*arguments)``, which leaves this rank's result in ``work``."""
+
+    def run() -> Any:
+        call(*arguments)
+        return work
+
+    return run
+
+
+class PeersCalls(Collective):
+    """How the peers call one collective."""
+
+    def mpi(self, peer: Any, case: Case, mode: str) -> Result:
+        raise NotImplementedError
+
+    def torch(self, peer: Any, case: Case, mode: str) -> Result:
+        """torch.distributed's call, over gloo or NCCL."""
+        raise NotImplementedError
+
+    def cupyx(self, peer: Any, case: Case, mode: str) -> Result:
+        raise NotImplementedError
+
+    def by_itself(self, peer: Any, case: Case, mode: str) -> Result:
+        """The call of a peer that is a program of its own: the prototype, plain sockets."""
+        raise Unavailable(f"{peer.name}: all-reduce only")
 
 
 class Mpi:
@@ -69,14 +100,16 @@ class Mpi:
         return average
 
     def join(self, ranks: Ranks) -> None:
-        """Nothing: the ranks are connected already."""
+        """The ranks are connected already; unavailable where they are without MPI."""
+        if ranks.size > 1 and ranks.comm is None:
+            raise Unavailable("mpi: the ranks were started without MPI")
 
     def close(self) -> None:
         """Nothing: MPI belongs to everybody."""
 
 
 class Torch:
-    """torch.distributed over gloo, one thread per rank for the arithmetic. The rendezvous goes through MPI."""
+    """torch.distributed over gloo, one thread per rank for the arithmetic. The ranks exchange the address."""
 
     name = backend = "gloo"
     calls = "torch"
@@ -105,8 +138,7 @@ class Torch:
             host = ranks.address()
             store = self.distributed.TCPStore(host, 0, ranks.size, is_master=True, wait_for_workers=False)
             address = (host, store.port)
-        if ranks.comm is not None:
-            address = ranks.comm.bcast(address)
+        address = ranks.gather(address)[0]
         if store is None:
             store = self.distributed.TCPStore(*address, ranks.size, is_master=False)
         self.distributed.init_process_group(self.backend, store=store, rank=ranks.rank, world_size=ranks.size)
@@ -228,14 +260,29 @@ def connect(name: str, ranks: Ranks, memory: Memory = HOST) -> Peer | str:
 
 @contextmanager
 def connect_all(names: Iterable[str], ranks: Ranks, memory: Memory = HOST) -> Iterator[dict[str, Peer]]:
-    """Those of the peers that can be started; rank 0 prints why another cannot. ``nccl`` needs no start."""
+    """Those of the peers that can be started; rank 0 prints why another cannot."""
     with ExitStack() as stack:
         peers: dict[str, Peer] = {}
         for name in dict.fromkeys(names):
-            peer = "" if name == "nccl" else connect(name, ranks, memory)
-            if not isinstance(peer, str):
+            peer = connect(name, ranks, memory)
+            if isinstance(peer, str):
+                ranks.say(f"# {peer}")
+            else:
                 stack.callback(peer.close)
                 peers[name] = peer
-            elif peer:
-                ranks.say(f"# {peer}")
         yield peers
+
+
+@contextmanager
+def prepared(
+    collective: PeersCalls, settings: Settings, ranks: Ranks, memory: Memory = HOST
+) -> Iterator[dict[str, contest.Peer]]:
+    """The settings' peers that can be started, ready to take part; ``nccl`` needs no start."""
+    with connect_all([name for name in settings.peers if name != "nccl"], ranks, memory) as peers:
+        ready = {
+            name: contest.Peer(partial(getattr(collective, peer.calls), peer), isinstance(peer, Prototype))
+            for name, peer in peers.items()
+        }
+        if "nccl" in settings.peers:
+            ready["nccl"] = contest.Peer(partial(collective.ours, NATIVE))
+        yield ready

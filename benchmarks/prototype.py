@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.collective import IN_PLACE, Case, Result, Unavailable
-from benchmarks.ranks import Ranks
+from collectives.tools.bench.collective import IN_PLACE, Case, Result, Unavailable
+from collectives.tools.bench.ranks import Ranks
 
 BLOCK = 256 << 10
 """Bytes that are added and stored at a time: they stay in the second-level cache in between."""
@@ -45,7 +45,7 @@ class Prototype:
             raise Unavailable(
                 f"prototype: needs two ranks on one host; there are {ranks.size}, {ranks.local_size} of them here"
             )
-        self._comm, self._rank = ranks.comm, ranks.rank
+        self._ranks, self._rank = ranks, ranks.rank
         self._turn = 0
         # Sums repeated in place may overflow, which MPI does not mention either.
         np.seterr(over="ignore")
@@ -55,12 +55,12 @@ class Prototype:
 
     def _reach(self, array: np.ndarray) -> np.ndarray:
         """The peer's array, given this rank's of as many bytes; collective."""
-        process, descriptor, offset = self._comm.allgather(place_of(array))[1 - self._rank]
+        process, descriptor, offset = self._ranks.gather(place_of(array))[1 - self._rank]
         start = offset % mmap.ALLOCATIONGRANULARITY
         with open(f"/proc/{process}/fd/{descriptor}", "r+b") as file:
             memory = mmap.mmap(file.fileno(), start + array.nbytes, offset=offset - start)
         memory.madvise(mmap.MADV_HUGEPAGE)
-        self._comm.Barrier()
+        self._ranks.barrier()
         return np.frombuffer(memory, np.uint8, array.nbytes, start).view(array.dtype)
 
     def _meet(self, word: int) -> None:
@@ -81,7 +81,7 @@ class Prototype:
         if mode != IN_PLACE or case.op not in _UFUNCS:
             raise Unavailable("prototype: in place only, and no average")
         block = case.work
-        if not all(self._comm.allgather(place_of(block) is not None)):
+        if not all(self._ranks.gather(place_of(block) is not None)):
             if self._copy.nbytes < block.nbytes:
                 self.close()
                 self._copy = _file(block.nbytes)

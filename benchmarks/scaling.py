@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, scaling_communication
+from benchmarks import scaling_communication
 from benchmarks.scaling_launch import Interruption, launcher, names_hosts, run
 from benchmarks.scaling_model import Point
 from benchmarks.scaling_options import Settings, parser, settings_of
@@ -26,6 +26,7 @@ from benchmarks.scaling_report import analyse, document, text
 from benchmarks.scaling_throughput import read
 from collectives.launch.cli import cores
 from collectives.launch.mpirun import find
+from collectives.tools.bench import report
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 
 import collectives
-from benchmarks import cli
-from benchmarks.device import DEVICES, memory
 from benchmarks.gradients import Gradients, ours
-from benchmarks.measure import Summary, alternate
 from benchmarks.models import MODELS, Shapes, elements
-from benchmarks.ranks import session
+from collectives.tools.bench import cli
+from collectives.tools.bench.device import DEVICES, memory
+from collectives.tools.bench.measure import Summary, alternate
+from collectives.tools.bench.ranks import session
 
 ITEM = 4
 """Bytes of an element."""

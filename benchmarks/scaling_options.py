@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cli
-from benchmarks.device import DEVICES
 from benchmarks.models import MODELS, elements
 from benchmarks.scaling_communication import ITEM
 from benchmarks.scaling_launch import check_options
 from benchmarks.scaling_plan import MODES, SWEEP, Case, Work, cases
 from benchmarks.scaling_throughput import KNOWN, TAKE, Pattern, user_pattern
+from collectives.tools.bench import cli
+from collectives.tools.bench.device import DEVICES
 
 _EPILOG = """\
 placeholders in the command: {ranks}; {batch} or {per_rank}, the items of a step of one rank; {total}, those of all

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plot import GREY, INK, drawing, pictures, redraw, tidy
+from collectives.tools.bench.plot import GREY, INK, drawing, pictures, redraw, tidy
 
 # Okabe and Ito's palette: told apart with every kind of colour vision, and in print.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

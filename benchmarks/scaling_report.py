@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from benchmarks import report
 from benchmarks.scaling_model import Fit, Point, Prediction, RingCost, compare, fit, predict, ring_cost
 from benchmarks.scaling_plan import STRONG, SWEEP, WEAK
+from collectives.tools.bench import report
 
 DEFINITIONS = {
     "throughput": "items per second of all ranks together, the median of the runs, or the best with --best",

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.collective import IN_PLACE, Case, Result, Unavailable
-from benchmarks.ranks import Ranks
+from collectives.tools.bench.collective import IN_PLACE, Case, Result, Unavailable
+from collectives.tools.bench.ranks import Ranks
 
 WHOLE_UNTIL = 16 << 10
 """Bytes of a tensor that are exchanged in one round."""
@@ -27,7 +27,7 @@ _UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maxi
 
 
 class Sockets:
-    """The peer of this name; see the module. The addresses are exchanged through MPI."""
+    """The peer of this name; see the module. The addresses are exchanged through the benchmark's ranks."""
 
     name, calls = "sockets", "by_itself"
 
@@ -38,7 +38,7 @@ class Sockets:
         self._rank, self._size = ranks.rank, ranks.size
         with socket.create_server((ranks.address(), 0), backlog=ranks.size) as listener:
             listener.settimeout(_PATIENCE)
-            addresses = ranks.comm.allgather(listener.getsockname())
+            addresses = ranks.gather(listener.getsockname())
             self._links = {peer: socket.create_connection(addresses[peer], _PATIENCE) for peer in range(ranks.rank)}
             for link in self._links.values():
                 link.sendall(bytes([ranks.rank]))

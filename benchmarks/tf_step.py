@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks import cli, models, report
-from benchmarks.collective import FLOOR, floor
-from benchmarks.measure import OURS, Summary, quartiles
-from benchmarks.progress import time_in_turn
-from benchmarks.ranks import Ranks, session
+from benchmarks import models
 from benchmarks.tf_strategy import strategy, sum_of
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.collective import FLOOR, floor
+from collectives.tools.bench.measure import OURS, Summary, quartiles
+from collectives.tools.bench.progress import time_in_turn
+from collectives.tools.bench.ranks import Ranks, session
 
 ENGINE, FUNCTION, STRATEGY = "engine", "function", "strategy"
 PEERS = (STRATEGY, FLOOR)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.ranks import Ranks
+from collectives.tools.bench.ranks import Ranks
 
 HOST = "127.0.0.1"
 
@@ -27,7 +27,7 @@ def strategy(ranks: Ranks) -> Iterator[Any]:
     with socket.socket() as reserved:
         reserved.bind((HOST, 0))
         port = reserved.getsockname()[1]
-        ports = [port] if ranks.comm is None else ranks.comm.allgather(port)
+        ports = ranks.gather(port)
     cluster = {
         "cluster": {"worker": [f"{HOST}:{port}" for port in ports]},
         "task": {"type": "worker", "index": ranks.rank},

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import cli, report
-from benchmarks.measure import OURS
 from benchmarks.peers import connect_all
-from benchmarks.progress import time_in_turn
-from benchmarks.ranks import Ranks, session
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.measure import OURS
+from collectives.tools.bench.progress import time_in_turn
+from collectives.tools.bench.ranks import Ranks, session
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 4 << 20)
 _CALLS = 10

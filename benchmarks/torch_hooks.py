@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import cli, report
-from benchmarks.measure import Summary, quartiles
-from benchmarks.ranks import Ranks, session
 from benchmarks.torch_models import MODELS
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.measure import Summary, quartiles
+from collectives.tools.bench.ranks import Ranks, session
 
 TARGET = 10.0
 """Microseconds: what the median call should cost at most."""

@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import cli, report
-from benchmarks.collective import FLOOR, floor
-from benchmarks.measure import OURS, Summary, counters_per_step, quartiles
 from benchmarks.peers import connect_all
-from benchmarks.progress import time_in_turn
-from benchmarks.ranks import Ranks, session
 from benchmarks.torch_models import MODELS
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.collective import FLOOR, floor
+from collectives.tools.bench.measure import OURS, Summary, counters_per_step, quartiles
+from collectives.tools.bench.progress import time_in_turn
+from collectives.tools.bench.ranks import Ranks, session
 
 ALONE, VIEW = "alone", f"{OURS}-view"
 PEERS = ("ddp", "ddp-view", "ddp-hook", "ddp-ours", "fsdp", "fsdp-ours", FLOOR)
@@ -185,16 +185,13 @@ def repeated(step: Step, times: int) -> Step:
 
 
 def check(contestants: Sequence[Contestant], ranks: Ranks) -> dict[str, int | None]:
-    """Wrong gradients of each contestant on all ranks after one step, against MPI's mean of the ranks' own."""
+    """Wrong gradients of each contestant on all ranks after one step, against the mean of the ranks' own."""
     first, *others = contestants
     first.step()
     expected = [gradient.double().numpy() for gradient in first.gradients()]
-    if ranks.comm is not None:
-        from mpi4py import MPI
-
-        for array in expected:
-            ranks.comm.Allreduce(MPI.IN_PLACE, array)
-            array /= ranks.size
+    for array in expected:
+        ranks.sum(array)
+        array /= ranks.size
     wrong: dict[str, int | None] = {first.name: None}
     for contestant in others:
         contestant.step()

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import cli, report
 from benchmarks.gradients import Gradients
-from benchmarks.measure import Summary, alternate, quartiles
 from benchmarks.models import MODELS
-from benchmarks.ranks import Ranks, session
 from collectives.base.config import ALGORITHMS, Config
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.measure import Summary, alternate, quartiles
+from collectives.tools.bench.ranks import Ranks, session
 from collectives.transport.mpi import mpi_groups
 from collectives.worlds.world import World
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks import cli, report
-from benchmarks.ranks import Ranks, session
 from collectives.base.errors import CollectiveTimeoutError
+from collectives.tools.bench import cli, report
+from collectives.tools.bench.ranks import Ranks, session
 
 _GRACE = 0.2
 """Seconds by which rank 0 is later than a wait that is meant to time out."""

@@ -26,7 +26,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cli, report
 from benchmarks.chaos import hosts as made_hosts
 from benchmarks.chaos import judge
 from benchmarks.chaos.deaths import COLUMNS, ENDS, GRADIENTS, HOST_ENDS, ROWS, TRIGGERED, Plan, draw
@@ -36,6 +35,7 @@ from benchmarks.chaos.report import Result, plot, table
 from benchmarks.chaos.run import run, scale
 from benchmarks.chaos.training import NUMPY
 from benchmarks.cluster import VARIABLE
+from collectives.tools.bench import cli, report
 
 _SIZES = (1, 4, 2, 3)
 _REMAKES_PER_SECOND = 0.5

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.chaos.deaths import COLUMNS, ENDS, GRADIENTS, HOST_ENDS, ROWS
 from benchmarks.chaos.judge import Admission, Times
-from benchmarks.plot import GREY, INK, drawing, pictures, tidy
-from benchmarks.report import machine
+from collectives.tools.bench.plot import GREY, INK, drawing, pictures, tidy
+from collectives.tools.bench.report import machine
 
 MEASURES = ("detect", "end", "form", "first_step", "total")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7")

@@ -17,8 +17,8 @@ import numpy as np
 
 import collectives
 from benchmarks.gpu.figures import publish, torch_of
-from benchmarks.ranks import session
 from collectives.base.errors import InvalidArgumentError
+from collectives.tools.bench.ranks import session
 
 _CAPTURES = 30
 _COUNT = 1 << 20

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import collectives
-from benchmarks.device import why_not
-from benchmarks.ranks import Ranks
 from collectives.base.errors import TransportError
+from collectives.tools.bench.device import why_not
+from collectives.tools.bench.ranks import Ranks
 
 RESULT = "COLLECTIVES_CHECK_RESULT"
 """The environment variable that names the file for a part's result."""

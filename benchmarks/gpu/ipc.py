@@ -21,14 +21,14 @@ import numpy as np
 
 import collectives
 from benchmarks.allreduce import ALLREDUCE
-from benchmarks.cli import Settings, size
-from benchmarks.collective import IN_PLACE
-from benchmarks.contest import Contest
-from benchmarks.device import Cuda, Memory, memory, why_not
 from benchmarks.gpu.figures import Figure, attempt, publish, skip
-from benchmarks.measure import OURS
-from benchmarks.peers import connect_all
-from benchmarks.ranks import Ranks, session
+from benchmarks.peers import prepared
+from collectives.tools.bench.cli import Settings, size
+from collectives.tools.bench.collective import IN_PLACE
+from collectives.tools.bench.contest import Contest
+from collectives.tools.bench.device import Cuda, Memory, memory, why_not
+from collectives.tools.bench.measure import OURS
+from collectives.tools.bench.ranks import Ranks, session
 
 _BAR_FROM = 1 << 30
 """Bytes from which the bar of 60 % holds."""
@@ -58,10 +58,11 @@ def main() -> None:
             warmup=2,
             algorithms=(options.algorithm,) if options.algorithm else (),
             transports=(options.transport,) if options.transport else (),
+            peers=tuple(filter(None, options.peers.split(","))),
             device=options.device,
         )
         forced = "/".join(filter(None, (options.algorithm, options.transport)))
-        with connect_all(filter(None, options.peers.split(",")), ranks, place) as peers:
+        with prepared(ALLREDUCE, settings, ranks, place) as peers:
             contest = Contest(ALLREDUCE, settings, ranks, peers, max(sizes), {"private": place})
             # Only what is asked for, in place of ours: the planner's own choice may be the very transport whose hang
             # must cost no other figures.

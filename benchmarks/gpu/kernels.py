@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.gpu.figures import Figure, publish, skip
-from benchmarks.measure import Summary
 from benchmarks.models import elements, resnet50
 from collectives.device.diagnosis import why_not
+from collectives.tools.bench.measure import Summary
 
 _SETS = 4
 _COPY = 512 << 20

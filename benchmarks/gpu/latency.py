@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks.device import Cuda, Memory, memory, why_not
 from benchmarks.gpu.figures import Figure, publish, skip
 from benchmarks.gpu.ipc import SHARED
-from benchmarks.ranks import Ranks, session
 from collectives.base.errors import TransportError
+from collectives.tools.bench.device import Cuda, Memory, memory, why_not
+from collectives.tools.bench.ranks import Ranks, session
 
 _WARMUP, _ROUNDS = 50, 1000
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.device import Cuda
 from benchmarks.gpu.figures import Figure, attempt, publish, skip
-from benchmarks.measure import Summary, alternate, bandwidth
 from collectives.device.diagnosis import why_not
+from collectives.tools.bench.device import Cuda
+from collectives.tools.bench.measure import Summary, alternate, bandwidth
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
 
@@ -28,7 +28,7 @@ _PATIENCE = 45.0
 
 
 class ThreadRanks:
-    """`benchmarks.ranks.Ranks` for ranks that are threads: what the stopwatch needs of it."""
+    """`collectives.tools.bench.ranks.Ranks` for ranks that are threads: what the stopwatch needs of it."""
 
     def __init__(self, size: int) -> None:
         self.size = size

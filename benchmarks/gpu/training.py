@@ -15,7 +15,7 @@ from typing import Any
 
 import collectives
 from benchmarks.gpu.figures import publish, torch_of
-from benchmarks.ranks import session
+from collectives.tools.bench.ranks import session
 
 _STEPS = 4
 _ROWS = 6

@@ -17,8 +17,8 @@ import numpy as np
 
 import collectives
 from benchmarks.gpu.figures import attempt, publish, skip
-from benchmarks.ranks import launched_rank
 from collectives.device.diagnosis import why_not
+from collectives.tools.bench.ranks import launched_rank
 from tests.support.scenarios.gpu import QUICK, SCENARIOS
 from tests.support.scenarios.gpu_makers import Maker, maker
 

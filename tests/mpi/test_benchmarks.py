@@ -9,8 +9,8 @@ import collectives
 from benchmarks.allgather import ALLGATHER
 from benchmarks.allreduce import ALLREDUCE
 from benchmarks.broadcast import BROADCAST
-from benchmarks.collective import Collective
 from benchmarks.run import main
+from collectives.tools.bench.collective import Collective
 
 pytestmark = pytest.mark.mpi
 

@@ -147,7 +147,7 @@ def test_a_progress_bar_shows_in_a_terminal(mpi: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("""
 import os, sys
 from mpi4py import MPI
-from benchmarks.progress import watched
+from collectives.tools.bench.progress import watched
 for step in range(20):
     MPI.COMM_WORLD.Barrier()
     if MPI.COMM_WORLD.rank == 0 and watched():

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import collectives
-from benchmarks.cli import Settings
-from benchmarks.collective import Collective
-from benchmarks.device import read
-from benchmarks.measure import Record
-from benchmarks.ranks import Ranks
 from collectives.launch.report import version
+from collectives.tools.bench.cli import Settings
+from collectives.tools.bench.collective import Collective
+from collectives.tools.bench.device import read
+from collectives.tools.bench.measure import Record
+from collectives.tools.bench.ranks import Ranks
 from collectives.worlds.summary import mpi_version
 
 _PACKAGES = ("numpy", "mpi4py", "numkong", "ml_dtypes", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax")

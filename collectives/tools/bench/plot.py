@@ -1,4 +1,4 @@
-"""The plot of bus bandwidth against size: ``python -m benchmarks.plot RESULTS.json PICTURE.png`` draws it again."""
+"""The plot of bus bandwidth against size: ``collectives bench plot RESULTS.json PICTURE.png`` draws it again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cli import Parser
-from benchmarks.collective import FLOOR
-from benchmarks.measure import OURS
+from collectives.tools.bench.cli import Parser
+from collectives.tools.bench.collective import FLOOR
+from collectives.tools.bench.measure import OURS
 
 # Okabe and Ito's palette: told apart with every kind of colour vision, and in print.
 _COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5C00", "#B0B000")
@@ -22,7 +22,7 @@ INK, GREY, _PALE = "#222222", "#888888", "#D9D9D9"
 
 
 def plot(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
-    """Draw what `benchmarks.report.document` returned; returns the `pictures`."""
+    """Draw what `collectives.tools.bench.report.document` returned; returns the `pictures`."""
     from matplotlib.ticker import FuncFormatter
 
     records = [record for record in content["records"] if record["time"]]
@@ -161,19 +161,21 @@ def short_bytes(value: float) -> str:
     return f"{value:g}"
 
 
-def redraw(program: str, what: str, draw: Callable[[dict[str, Any], Path], tuple[Path, Path]]) -> None:
+def redraw(
+    program: str,
+    what: str,
+    draw: Callable[[dict[str, Any], Path], tuple[Path, Path]],
+    arguments: Sequence[str] | None = None,
+) -> None:
     """The program that draws a JSON file again."""
     flags = Parser(prog=program, description=f"Draw {what}, as PNG and as SVG.")
     flags.add_argument("results", type=Path, help=what)
     flags.add_argument("picture", type=Path, help="where to draw; .png and .svg are both written")
-    options = flags.parse_args()
+    options = flags.parse_args(arguments)
+    flags.check_drawing()
     try:
         written = draw(json.loads(options.results.read_text()), options.picture)
     except (OSError, ValueError, KeyError) as error:
         print(f"{program}: error: {options.results}: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
     print(*written)
-
-
-if __name__ == "__main__":
-    redraw("benchmarks.plot", "the JSON file of a benchmark", plot)

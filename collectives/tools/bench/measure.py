@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks.device import HOST, Memory
-from benchmarks.ranks import Ranks
+from collectives.tools.bench.device import HOST, Memory
+from collectives.tools.bench.ranks import Ranks
 
 OURS = "collectives"
 """The contestant that everybody is compared with: the engine as a user calls it, its planner choosing."""

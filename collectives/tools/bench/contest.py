@@ -6,22 +6,27 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import product
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.cli import Settings
-from benchmarks.collective import FLOOR, IN_PLACE, Case, Collective, Result, Unavailable, floor
-from benchmarks.device import HOST, Memory
-from benchmarks.measure import OURS, Record, Summary, alternate
-from benchmarks.peers import NATIVE, Peer
-from benchmarks.ranks import Ranks
-from benchmarks.values import Values
+from collectives.tools.bench.cli import Settings
+from collectives.tools.bench.collective import FLOOR, IN_PLACE, Case, Collective, Result, Unavailable, floor
+from collectives.tools.bench.device import HOST, Memory
+from collectives.tools.bench.measure import OURS, Record, Summary, alternate
+from collectives.tools.bench.ranks import Ranks
+from collectives.tools.bench.values import Values
 
 Prepare = Callable[[Case, str], Result]
 """(row, mode) -> a call that is ready to be timed; may raise Unavailable."""
 
-Peers = dict[str, Peer]
+
+class Peer(NamedTuple):
+    """Another library that takes part; ``in_our_memory``: it works on the same kind of memory as ours."""
+
+    prepare: Prepare
+    in_our_memory: bool = False
+
 
 Batch = Callable[[], None]
 
@@ -30,9 +35,9 @@ class Contest:
     """A collective, its contestants, and the two buffers that all rows use: allocated once, for the largest size.
 
     Args:
-        memories: by kind. Ours and the prototype use the first; in each of the others ours takes part once more, as
-            "CONTESTANT, KIND". Peers and the limit use private memory: libraries that reach a peer's tensor through
-            system calls are slower where it lies in a file.
+        memories: by kind. Ours uses the first; in each of the others ours takes part once more, as "CONTESTANT, KIND".
+            Peers and the limit use private memory: libraries that reach a peer's tensor through system calls are slower
+            where it lies in a file.
     """
 
     def __init__(
@@ -40,7 +45,7 @@ class Contest:
         collective: Collective,
         settings: Settings,
         ranks: Ranks,
-        peers: Peers,
+        peers: Mapping[str, Peer],
         largest: int,
         memories: Mapping[str, Memory] = MappingProxyType({"private": HOST}),
     ) -> None:
@@ -58,16 +63,15 @@ class Contest:
                 self.contestants["/".join(forced.values())] = partial(collective.ours, forced)
         if settings.persistent:
             self.contestants["persistent"] = collective.persistent
-        if "nccl" in settings.peers:
-            self.contestants["nccl"] = partial(collective.ours, NATIVE)
-        self._kinds = dict.fromkeys((*self.contestants, "prototype"), first)
+        self._kinds = dict.fromkeys(self.contestants, first)
         """The kind of memory that a contestant uses, if it is not private."""
         for name, kind in product(list(self.contestants), others):
             self.contestants[f"{name}, {kind}"] = self.contestants[name]
             self._kinds[f"{name}, {kind}"] = kind
         for name, peer in peers.items():
-            prepare: Callable[[Any, Case, str], Result] = getattr(collective, peer.calls)
-            self.contestants[name] = partial(prepare, peer)
+            self.contestants[name] = peer.prepare
+            if peer.in_our_memory:
+                self._kinds[name] = first
         self.contestants[FLOOR] = self._floor
 
     def _floor(self, case: Case, mode: str) -> Result:

@@ -6,16 +6,17 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, NoReturn
 
 import numpy as np
 
-from benchmarks.collective import OPERATIONS
-from benchmarks.device import DEVICES, MEMORIES, why_not
-from benchmarks.peers import PEERS
-from benchmarks.ranks import launched_rank
 from collectives.base.config import ALGORITHMS, TRANSPORTS, parse_bytes
+from collectives.tools.bench.collective import OPERATIONS, Collective
+from collectives.tools.bench.device import DEVICES, MEMORIES, why_not
+from collectives.tools.bench.ranks import launched_rank
 
 NCCL_TYPES = {
     "int8": "int8",
@@ -30,6 +31,11 @@ NCCL_TYPES = {
     "bfloat16": "bfloat16",
 }
 """nccl-tests' word for a type -> NumPy's. ``-d all`` runs these."""
+
+Peers = Mapping[str, Sequence[str]]
+"""The names of other libraries that can take part, by ``--device``."""
+
+NO_PEERS: Peers = MappingProxyType({})
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -62,6 +68,11 @@ class Parser(argparse.ArgumentParser):
     def add_names(self, flag: str, kind: str, allowed: Sequence[str], default: str | Sequence[str], help: str) -> None:
         """A flag with names out of ``allowed``, comma-separated."""
         self.add_argument(flag, type=names(kind, allowed), default=default, metavar="LIST", help=help)
+
+    def check_drawing(self) -> None:
+        """End the process with status 2 where matplotlib is missing."""
+        if find_spec("matplotlib") is None:
+            self.error("drawing needs matplotlib: pip install 'pycollectives[bench]'")
 
     def add_json(self) -> None:
         """``--json FILE``."""
@@ -165,11 +176,9 @@ def sweep(smallest: int, largest: int, factor: float, step: int) -> tuple[int, .
     return tuple(sizes)
 
 
-def parser(collective: str, reduces: bool, rooted: bool) -> Parser:
-    """The flags of one collective's benchmark."""
-    flags = Parser(
-        prog=f"benchmarks.{collective}", description=f"Time and check {collective}, with nccl-tests' flags and columns."
-    )
+def parser(program: str, collective: Collective, peers: Peers = NO_PEERS) -> Parser:
+    """The flags of one collective's benchmark; ``--peers`` is one of them if there are any."""
+    flags = Parser(program, f"Time and check {collective.name}, with nccl-tests' flags and columns.")
     flags.add_argument("-b", "--minbytes", type=size, default="32M", metavar="SIZE", help="smallest size")
     flags.add_argument(
         "-e", "--maxbytes", type=size, metavar="SIZE", help="largest size (default: the smallest, or 32M)"
@@ -189,7 +198,7 @@ def parser(collective: str, reduces: bool, rooted: bool) -> Parser:
     flags.add_count("-w", "--warmup_iters", default=5, help="untimed calls before them", least=0)
     kinds = ", ".join(NCCL_TYPES) + ", all, or NumPy's names"
     flags.add_argument("-d", "--datatype", type=dtype_names, default="float", metavar="TYPE", help=kinds)
-    if reduces:
+    if collective.reduces:
         flags.add_argument(
             "-o",
             "--op",
@@ -198,7 +207,7 @@ def parser(collective: str, reduces: bool, rooted: bool) -> Parser:
             metavar="OP",
             help=", ".join(OPERATIONS) + ", all",
         )
-    if rooted:
+    if collective.rooted:
         flags.add_argument("-r", "--root", type=whole_number(0), default=0, metavar="RANK", help="the rank that sends")
     flags.add_argument(
         "-c", "--check", type=int, choices=(0, 1), default=1, help="compare every result with its expected values"
@@ -211,16 +220,14 @@ def parser(collective: str, reduces: bool, rooted: bool) -> Parser:
         metavar="SIZE",
         help="bytes that each rank writes before each call: cold caches",
     )
-    add_contestants(flags)
+    add_contestants(flags, peers)
     flags.add_json()
     flags.add_argument("--plot", type=Path, metavar="FILE", help="write the bandwidth curves, as PNG and as SVG")
     return flags
 
 
-def add_device(flags: Parser, peers: Mapping[str, Sequence[str]]) -> None:
+def add_device(flags: Parser, peers: Peers) -> None:
     """``--device``, ``--memory``, and ``--peers`` out of those that a device has."""
-    every = [name for group in peers.values() for name in group]
-    told = "; ".join(f"{device}: {', '.join(group)}" for device, group in peers.items())
     flags.add_argument("--device", choices=DEVICES, default="cpu", help="where the buffers lie")
     flags.add_names(
         "--memory",
@@ -229,14 +236,17 @@ def add_device(flags: Parser, peers: Mapping[str, Sequence[str]]) -> None:
         default="private",
         help="kinds of the host's memory that our tensors lie in: private, mapped (collectives.empty), or both",
     )
-    flags.add_names("--peers", "peer", every, default=(), help=f"also time these ({told})")
     flags.add_argument("--persistent", action="store_true", help="also time our persistent operations")
-    flags.set_defaults(peers_of=peers)
+    flags.set_defaults(peers=(), peers_of=peers)
+    if peers:
+        every = [name for group in peers.values() for name in group]
+        told = "; ".join(f"{device}: {', '.join(group)}" for device, group in peers.items())
+        flags.add_names("--peers", "peer", every, default=(), help=f"also time these ({told})")
 
 
-def add_contestants(flags: Parser) -> None:
+def add_contestants(flags: Parser, peers: Peers) -> None:
     """Who takes part besides ours: peers, and ours with algorithms and transports forced."""
-    add_device(flags, PEERS)
+    add_device(flags, peers)
     flags.add_names(
         "--algorithm", "algorithm", ALGORITHMS, default=(), help="also time ours with: " + ", ".join(ALGORITHMS)
     )
@@ -274,6 +284,8 @@ def settings(flags: Parser, arguments: Sequence[str] | None) -> Settings:
         flags.error("argument -i/--stepbytes: expected 1 byte or more")
     if not (options.stepfactor == 0 or 1 <= options.stepfactor < float("inf")):
         flags.error(f"argument -f/--stepfactor: expected 1 or more, got {options.stepfactor:g}")
+    if options.plot is not None:
+        flags.check_drawing()
     for file in (options.json, options.plot):
         if file is not None and not file.resolve().parent.is_dir():
             flags.error(f"{file}: there is no folder {file.parent}")

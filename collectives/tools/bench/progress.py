@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.device import HOST, Memory
-from benchmarks.measure import Call, alternate
-from benchmarks.ranks import Ranks
+from collectives.tools.bench.device import HOST, Memory
+from collectives.tools.bench.measure import Call, alternate
+from collectives.tools.bench.ranks import Ranks
 
-_LAUNCHERS = ("mpirun", "mpiexec", "prte", "prun", "orte", "hydra", "collectivesrun")
+_LAUNCHERS = ("mpirun", "mpiexec", "prte", "prun", "orte", "hydra", "collectives")
 _PAUSE = 0.2
 """Seconds between two pictures: drawing takes time from the rank that draws."""
 

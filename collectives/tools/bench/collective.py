@@ -1,4 +1,4 @@
-"""What one collective is to the benchmark: its sizes, its definitions, and how each contestant calls it."""
+"""What one collective is to the benchmark: its sizes, its definitions, and how ours is called."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.device import HOST, Memory
-from benchmarks.values import Values
+from collectives.tools.bench.device import HOST, Memory
+from collectives.tools.bench.values import Values
 
 OUT_OF_PLACE, IN_PLACE = "out-of-place", "in-place"
 
@@ -51,18 +51,8 @@ Result = Callable[[], Any]
 """A call that is ready to be timed; returns this rank's result, which a GPU may still be writing."""
 
 
-def fills(work: Any, call: Callable[..., Any], *arguments: Any) -> Result:
-    """``call(*arguments)``, which leaves this rank's result in ``work``."""
-
-    def run() -> Any:
-        call(*arguments)
-        return work
-
-    return run
-
-
 class Collective:
-    """The definitions of one collective, and how each contestant calls it.
+    """The definitions of one collective, and how ours is called.
 
     Sizes follow nccl-tests: S is the larger of a rank's two buffers, in bytes. Unless a collective says otherwise, a
     rank's input and result are each one block, and (n-1)/n of S does not stay where it is.
@@ -111,20 +101,6 @@ class Collective:
     def persistent(self, case: Case, mode: str) -> Result:
         """Our persistent operation; the result starts it and waits."""
         raise NotImplementedError
-
-    def mpi(self, peer: Any, case: Case, mode: str) -> Result:
-        raise NotImplementedError
-
-    def torch(self, peer: Any, case: Case, mode: str) -> Result:
-        """torch.distributed's call, over gloo or NCCL."""
-        raise NotImplementedError
-
-    def cupyx(self, peer: Any, case: Case, mode: str) -> Result:
-        raise NotImplementedError
-
-    def by_itself(self, peer: Any, case: Case, mode: str) -> Result:
-        """The call of a peer that is a program of its own: the prototype, plain sockets."""
-        raise Unavailable(f"{peer.name}: all-reduce only")
 
 
 FLOOR = "memcpy"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import geometric_mean
 
-from benchmarks.cli import NCCL_TYPES
-from benchmarks.collective import FLOOR, IN_PLACE, OUT_OF_PLACE, Collective
-from benchmarks.measure import OURS, Record
+from collectives.tools.bench.cli import NCCL_TYPES
+from collectives.tools.bench.collective import FLOOR, IN_PLACE, OUT_OF_PLACE, Collective
+from collectives.tools.bench.measure import OURS, Record
 
 _NCCL_NAME = {numpy: nccl for nccl, numpy in NCCL_TYPES.items()}
 

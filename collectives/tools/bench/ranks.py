@@ -1,12 +1,14 @@
 """The ranks of one benchmark run, as the measuring code needs them: a barrier and a few tiny agreements.
 
-MPI is used here directly, and not the engine: what is measured must not also hold the watch.
+MPI is used here directly where it has started the ranks, and not the engine: what is measured should not also hold the
+watch. Between ranks without MPI the engine does: outside of what is timed.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,18 +18,27 @@ import numpy as np
 import collectives
 from collectives.launch.rank import RANK_VARIABLES
 
+_VARIABLES = (*RANK_VARIABLES, "RANK", "JAX_PROCESS_ID")
+"""Launchers' variables of this rank's number."""
+
 
 def launched_rank(environment: Mapping[str, str] | None = None) -> int:
     """This process's rank as the launcher tells it, before any MPI is started; 0 without a launcher."""
     source = os.environ if environment is None else environment
-    for variable in RANK_VARIABLES:
+    for variable in _VARIABLES:
         if source.get(variable, "").isdigit():
             return int(source[variable])
     return 0
 
 
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as a rank. (A Slurm job's script has a rank's number as well.)"""
+    in_slurms_script = "SLURM_STEP_ID" not in environment
+    return any(name in environment for name in _VARIABLES if not (in_slurms_script and name == "SLURM_PROCID"))
+
+
 class Ranks:
-    """Rank, size, and what all ranks agree on. One rank alone needs no MPI."""
+    """Rank, size, and what all ranks agree on; ``comm`` is MPI's communicator of them, or None."""
 
     def __init__(self) -> None:
         self.rank: int = collectives.rank()
@@ -35,11 +46,13 @@ class Ranks:
         self.local_size: int = collectives.local_size()
         self.comm: Any = None
         self.barrier: Any = lambda: None
-        if self.size > 1:
-            from mpi4py import MPI
-
-            self.comm = MPI.COMM_WORLD
+        # Has been imported where MPI connects the ranks. Ranks without it may import it too, each alone in its world.
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.COMM_WORLD.size == self.size > 1:
+            self.comm = mpi.COMM_WORLD
             self.barrier = self.comm.Barrier
+        elif self.size > 1:
+            self.barrier = collectives.barrier
 
     def address(self) -> str:
         """An address of this host at which all ranks reach it."""
@@ -47,11 +60,15 @@ class Ranks:
 
     def maximum(self, values: np.ndarray) -> np.ndarray:
         """The element-wise maximum over all ranks, on every rank; ``values`` is float64 and is overwritten."""
-        return self._combine(values, "MAX")
+        return self._combine(values, "MAX", collectives.Max)
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """The same of the element-wise sum."""
+        return self._combine(values, "SUM", collectives.Sum)
 
     def total(self, value: int) -> int:
         """The sum over all ranks, on every rank."""
-        return int(self._combine(np.array([value], np.int64), "SUM")[0])
+        return int(self.sum(np.array([value], np.int64))[0])
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
@@ -64,13 +81,13 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
-        return [value] if self.comm is None else list(self.comm.allgather(value))
+        return list(collectives.allgather_object(value) if self.comm is None else self.comm.allgather(value))
 
-    def _combine(self, values: np.ndarray, operation: str) -> np.ndarray:
-        if self.comm is not None:
-            from mpi4py import MPI
-
-            self.comm.Allreduce(MPI.IN_PLACE, values, getattr(MPI, operation))
+    def _combine(self, values: np.ndarray, mpis: str, ours: Any) -> np.ndarray:
+        if self.comm is None:
+            return np.asarray(collectives.allreduce_(values, op=ours))
+        mpi = sys.modules["mpi4py.MPI"]
+        self.comm.Allreduce(mpi.IN_PLACE, values, getattr(mpi, mpis))
         return values
 
 

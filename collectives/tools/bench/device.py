@@ -186,5 +186,5 @@ def check_memory(largest: int, peers: bool, ranks_here: int, available: int | No
     return (
         f"-e {largest}: {ranks_here} ranks on this host need about {needed / 2**30:.1f} GiB, but "
         f"{available / 2**30:.1f} GiB are free; "
-        "choose a smaller -e, fewer ranks, or no --peers"
+        f"choose a smaller -e{', no --peers' if peers else ''} or fewer ranks"
     )

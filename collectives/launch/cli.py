@@ -114,7 +114,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     for message in dict.fromkeys([*options.ignored, *file.ignored]):
         print(f"collectivesrun: {message}", file=sys.stderr)
     if options.show_plan:
-        print(report.show_plan(ranks, hosts, config))
+        print(report.show_plan(ranks, hosts, config, options.sizes or report.SIZES))
         return 0
     if not program:
         raise InvalidArgumentError("no program given: collectivesrun -np N python train.py")

@@ -65,6 +65,7 @@ def _type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 _port = _type(partial(parsed, config.parser(int, "a port, from 1 to 65535", lambda port: 1 <= port <= 65535)))
+_size = _type(partial(parsed, config.parse_bytes, expected="a number of bytes such as 4096 or 64M"))
 _path = _type(partial(parsed, nonempty))
 _seconds = _type(
     partial(parsed, config.parser(float, "a positive number of seconds", lambda seconds: 0 < seconds < float("inf")))
@@ -131,6 +132,8 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
         "COLLECTIVES_RENDEZVOUS and COLLECTIVES_KEY"
     )
     parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
+    sizes = parser.add_argument("--size", metavar="SIZE", dest="sizes", action="append", type=_size)
+    sizes.help = "with --show-plan: a tensor's size, such as 64M; may be repeated"
     parser.add_argument("-cb", "--check-build", action="store_true", help="print what is installed, and exit")
     version = f"collectives {__version__}"
     if program == "horovodrun":

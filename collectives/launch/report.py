@@ -16,7 +16,7 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.launch.hosts import Host, ranks_of_each
 from collectives.launch.mpirun import Launcher, Vendor, find
 
-_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
+SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
 _MEDIA = {
     "window": "copies through shared memory (window)",
     "mapped": "use of mapped tensors (mapped)",
@@ -121,8 +121,8 @@ def _horovods_table() -> list[str]:
     return lines
 
 
-def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
-    """Describe the planner's choices for a number of ranks, assuming that hosts permit every transport."""
+def show_plan(ranks: int, hosts: Sequence[Host], config: Config, sizes: Sequence[int] = SIZES) -> str:
+    """Describe the planner's choices for tensors of these bytes, assuming that hosts permit every transport."""
     planner = importlib.import_module("collectives.plan.planner")
     placed = tuple(tuple(own) for own in ranks_of_each(ranks, hosts) if own)
     over_tcp = len(placed) > 1 and config.network == "tcp"
@@ -131,7 +131,7 @@ def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
     )
     chooser = planner.Planner(placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
     rows = [("collective", "tensor", "algorithm", "within a host by", "in blocks of", "because")]
-    for collective, nbytes, choice in planner.describe(placement, _SIZES, chooser):
+    for collective, nbytes, choice in planner.describe(placement, sizes, chooser):
         block = "" if choice.native or choice.inline else in_units(choice.block_bytes)
         medium = _MEDIA[choice.medium.value]
         rows.append((collective, in_units(nbytes), choice.algorithm, medium, block, choice.why))

@@ -1,6 +1,7 @@
 """A timeline as one HTML page: lanes over time, and tables of how the time was spent.
 
-    python -m collectives.launch.timeline_report trace.json report.html
+    collectives report trace.json report.html
+    collectives report trace.json --text
 
 The page is self-contained. Its tables are plain HTML; only the drawing needs the script of ``timeline_page.html``,
 which documents the format of its data.
@@ -16,7 +17,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +50,23 @@ def write(trace_path: str | os.PathLike[str], html_path: str | os.PathLike[str])
     Raises:
         InvalidArgumentError: the trace cannot be read or holds nothing, or the report cannot be written.
     """
-    try:
-        trace = summary.parse(timeline.read(trace_path))
-    except OSError as error:
-        raise InvalidArgumentError(f"the trace {os.fspath(trace_path)!r} cannot be read: {error.strerror}") from error
-    if not trace.names or trace.end <= trace.begin:
-        raise InvalidArgumentError(f"the trace {os.fspath(trace_path)!r} holds no events of any rank")
+    trace = _read(trace_path)
     try:
         Path(html_path).write_text(page(trace, Path(trace_path).name), encoding="utf-8")
     except OSError as error:
         raise InvalidArgumentError(
             f"the report {os.fspath(html_path)!r} cannot be written: {error.strerror}"
         ) from error
+
+
+def _read(trace_path: str | os.PathLike[str]) -> Trace:
+    try:
+        trace = summary.parse(timeline.read(trace_path))
+    except OSError as error:
+        raise InvalidArgumentError(f"the trace {os.fspath(trace_path)!r} cannot be read: {error.strerror}") from error
+    if not trace.names or trace.end <= trace.begin:
+        raise InvalidArgumentError(f"the trace {os.fspath(trace_path)!r} holds no events of any rank")
+    return trace
 
 
 def page(trace: Trace, title: str) -> str:
@@ -71,11 +77,36 @@ def page(trace: Trace, title: str) -> str:
         "title": escape(title),
         "findings": _findings(trace),
         "left_out": "".join(f"<p class=note>{escape(line)}</p>" for line in left_out),
-        "tables": _time_table(trace) + _waiting_table(trace) + _fusion_table(trace) + _negotiation_table(trace),
+        "tables": _tables(trace),
         "data": json.dumps(drawing, separators=(",", ":")).replace("<", "\\u003c"),
     }
     template = Path(__file__).with_name("timeline_page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def text(trace: Trace) -> str:
+    """Return the page's summary and tables as plain text."""
+    html = _findings(trace) + _tables(trace)
+    lines: list[str] = []
+    for block in re.findall(r"<p.*?</p>|<h2>.*?</h2>|<table>.*?</table>", html, re.DOTALL):
+        rows = [re.findall(r"<t[hd].*?</t[hd]>", row, re.DOTALL) for row in re.findall(r"<tr>.*?</tr>", block)]
+        if not rows:
+            lines += [*([""] if block.startswith("<h2>") else ()), _plain(block)]
+            continue
+        columns = [[_plain(cell) for cell in column] for column in zip(*rows, strict=True)]
+        columns = [column for column in columns if any(column[1:])]
+        widths = [max(map(len, column)) for column in columns]
+        for row in zip(*columns, strict=True):
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return "\n".join(lines)
+
+
+def _plain(html: str) -> str:
+    return unescape(re.sub(r"<[^>]*>", "", html)).strip()
+
+
+def _tables(trace: Trace) -> str:
+    return _time_table(trace) + _waiting_table(trace) + _fusion_table(trace) + _negotiation_table(trace)
 
 
 def _findings(trace: Trace) -> str:
@@ -352,14 +383,16 @@ def _count(number: int, what: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m collectives.launch.timeline_report", description="Draw a report from a timeline."
-    )
+    parser = argparse.ArgumentParser(prog="collectives report", description="Make a report of a timeline.")
     parser.add_argument("trace", help="the file that COLLECTIVES_TIMELINE or start_timeline named")
     parser.add_argument("report", nargs="?", help="the HTML page to write; without it: beside the trace, named like it")
+    parser.add_argument("--text", action="store_true", help="print the tables as text, and write no page")
     arguments = parser.parse_args(argv)
     report = arguments.report or str(Path(arguments.trace).with_suffix(".html"))
     try:
+        if arguments.text:
+            print(text(_read(arguments.trace)))
+            return 0
         write(arguments.trace, report)
     except CollectivesError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

@@ -262,6 +262,11 @@ def test_the_command(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert trace.with_suffix(".html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert timeline_report.main([str(trace), str(trace.with_name("other.html"))]) == 0
     assert trace.with_name("other.html").exists()
+    capsys.readouterr()
+    assert timeline_report.main([str(trace), "--text"]) == 0
+    shown = capsys.readouterr().out
+    assert "Who waited for whom" in shown and "<" not in shown and "&" not in shown
+    print(shown)
 
 
 def test_mistakes_are_named(tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

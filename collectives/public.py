@@ -12,6 +12,7 @@ from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG
 from collectives.engine.messages.transfers import Status
 from collectives.point_to_point import irecv, isend, recv, send, sendrecv
 from collectives.tensors.compression import Compression
+from collectives.worlds.local_world import LocalWorld, local_world
 from collectives.worlds.memory import empty, empty_like, is_mapped, zeros
 from collectives.worlds.persistent import PersistentOperation
 from collectives.worlds.process_sets import ProcessSet
@@ -31,6 +32,7 @@ __all__ = [
     "Handle",
     "InvalidArgumentError",
     "InvalidTypeError",
+    "LocalWorld",
     "Max",
     "Min",
     "MismatchError",
@@ -98,6 +100,7 @@ __all__ = [
     "local_device",
     "local_rank",
     "local_size",
+    "local_world",
     "rank",
     "recv",
     "reducescatter",

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from collectives.base.wake_up import WakeUp
 
@@ -39,9 +40,9 @@ class _Origin(logging.Filter):
     rank: int | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.rank = self.rank
+        record.rank = rank = rank_of_thread.get(self.rank)
         record.host = host = platform.node()
-        record.place = f"{f'process {os.getpid()}' if self.rank is None else f'rank {self.rank}'} on {host}"
+        record.place = f"{f'process {os.getpid()}' if rank is None else f'rank {rank}'} on {host}"
         return True
 
 
@@ -55,6 +56,9 @@ class _LastResort(logging.Handler):
 
 
 _origin = _Origin()
+
+rank_of_thread: ContextVar[int] = ContextVar("rank")
+"""Of threads that are ranks; unset elsewhere, where the rank is the process's."""
 
 
 def configure(level: str) -> None:
@@ -102,4 +106,4 @@ def saying_what_is_tried(describe: Callable[[], str], seconds: float) -> Iterato
 
 def warn_on_first_rank(message: str, *arguments: object) -> None:
     """Log a message that is the same on every rank: a warning on rank 0 or without a rank, information elsewhere."""
-    logger.log(logging.INFO if _origin.rank else logging.WARNING, message, *arguments)
+    logger.log(logging.INFO if rank_of_thread.get(_origin.rank) else logging.WARNING, message, *arguments)

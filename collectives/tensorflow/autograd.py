@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from collectives.base.reduce_op import Op
 from collectives.frontends import adjoints
-from collectives.tensorflow import graph, graph_call, rank_queries
+from collectives.tensorflow import graph, graph_call, local_ranks, rank_queries
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import world_of
@@ -70,12 +70,15 @@ def attach(function: Callable[[Sequence[Any]], list[Any]], adjoint: _Adjoint, te
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def attached(token: Any, *inputs: Any) -> Any:
         results = function(inputs)
+        rank = None if tf.executing_eagerly() else local_ranks.of_call(tf.compat.v1.get_default_graph())
 
         def gradient(_: Any, *upstream: Any) -> Any:
             chosen = [i for i, tensor in enumerate(inputs) if has_gradient(tensor)]
             cotangents = [tf.cast(tf.convert_to_tensor(upstream[i]), results[i].dtype) for i in chosen]
             gradients: list[Any] = [None] * len(inputs)
-            for i, each in zip(chosen, adjoint(cotangents, [inputs[i] for i in chosen], results), strict=True):
+            with local_ranks.in_gradient(rank):
+                adjoints_of_chosen = adjoint(cotangents, [inputs[i] for i in chosen], results)
+            for i, each in zip(chosen, adjoints_of_chosen, strict=True):
                 gradients[i] = each
             return [None, *gradients]
 

@@ -32,7 +32,7 @@ from typing import Any
 import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.tensorflow import status
+from collectives.tensorflow import local_ranks, status
 
 Callback = Callable[..., Any]
 """Takes arrays, returns a list of arrays; must not keep references to either."""
@@ -72,12 +72,14 @@ def call(
             "the tf.function that calls it, or set it to False. In Keras: model.compile(..., jit_compile=False)"
         )
     types, shapes = list(types), [tf.TensorShape(shape) for shape in shapes]
+    rank = local_ranks.of_call(graph)
     if keeps_order(graph):
         add, full_name = _in_order, name and scoped(name, ignore_name_scope)
     else:
         add, full_name = _on_own_thread, _unique(graph, label, ignore_name_scope)
     with tf.device("CPU:0"):
-        results = add(make(full_name), _legal(label), list(tensors), types, shapes)
+        callback, inputs = local_ranks.as_rank_of_call(rank, make(full_name), tensors)
+        results = add(callback, _legal(label), inputs, types, shapes)
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return results

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError, NotInitializedError
+from collectives.tensorflow import local_ranks
 from collectives.tensorflow.errors import unconverted
 from collectives.worlds import runtime
 from collectives.worlds.process_sets import ProcessSet
@@ -64,8 +65,10 @@ def query(what: str, process_set: ProcessSet | int | None = None, name: str | No
     answer = _callback(what, process_set)
     if tf.executing_eagerly():
         return tf.constant(answer())
+    rank = local_ranks.of_call(tf.compat.v1.get_default_graph())
     with tf.device("CPU:0"):
-        result = tf.numpy_function(answer, [], tf.int32, name=name or f"collectives_{what}")
+        answer, inputs = local_ranks.as_rank_of_call(rank, answer, [])
+        result = tf.numpy_function(answer, inputs, tf.int32, name=name or f"collectives_{what}")
     result.set_shape(())
     return result
 

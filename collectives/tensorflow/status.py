@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from collectives.tensorflow.errors import as_tensorflow
 
 _NAME = "CollectivesStatus"
 _NONE = np.zeros(0, np.uint8)
+_registering = threading.Lock()
 
 
 def returning(
@@ -94,9 +96,14 @@ _Pointer = ctypes.c_void_p
 _Compute = ctypes.CFUNCTYPE(None, _Pointer, _Pointer)
 
 
-@functools.cache
 def _is_registered() -> bool:
     """Register the operation, once per process. Returns whether TensorFlow has it."""
+    with _registering:  # TensorFlow ends the process when a second thread registers it
+        return _registered()
+
+
+@functools.cache
+def _registered() -> bool:
     try:
         return _register(_library())
     except (OSError, AttributeError):

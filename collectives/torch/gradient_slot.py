@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from collectives.torch.compiled import untraced
 from collectives.torch.gradient_memory import GradientPlace
 from collectives.torch.guard import grad_of
+from collectives.worlds.local_world import bound
 
 if TYPE_CHECKING:
     from collectives.torch.buckets import GradientBucket
@@ -97,7 +98,7 @@ def install_hook(slot: GradientSlot, reducer: weakref.ref[Any]) -> Any:
     param, frozen = slot.param, not slot.param.requires_grad
     if frozen:
         param.requires_grad_(True)  # torch refuses hooks otherwise
-    handle = param.register_post_accumulate_grad_hook(hook)
+    handle = param.register_post_accumulate_grad_hook(bound(hook))  # on a GPU, autograd's own threads call hooks
     # Autograd may still refer to the hooks of a tensor that torch has swapped for this one.
     param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
     if frozen:

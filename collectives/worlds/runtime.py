@@ -39,10 +39,11 @@ global_process_set = ProcessSet(None)
 """All ranks."""
 
 
-class _Default:
+class DefaultWorld:
     """The default world and its process sets: the one module-level state.
 
     Attributes:
+        all_ranks: the process set of all its ranks.
         world: None before `init` and after `shutdown`.
         hooks: watch how the process ends.
         lock: of `init` and `shutdown`; reentrant, because a signal handler may shut down while its thread is in `init`.
@@ -55,13 +56,14 @@ class _Default:
         interrupted: whether `init` was left by an exception of another origin, so that the other ranks may wait in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, all_ranks: ProcessSet) -> None:
+        self.all_ranks = all_ranks
         self.world: World | None = None
         self.hooks: Hooks | None = None
         self.lock = threading.RLock()
         self.joining = False
         self.told: dict[str, tuple[int | None, int | None]] = {}
-        self.known = KnownSets(global_process_set)
+        self.known = KnownSets(all_ranks)
         self.comm: Any = None
         self.job: elastic_jobs.Job | None = None
         self.was_shut_down = False
@@ -81,7 +83,8 @@ class _Default:
                 raise InvalidArgumentError(
                     f"init: rank={asked.rank}, size={asked.size}: this process is rank {rank} of {size} already, and a "
                     "process is one rank, whatever its threads: start each rank in a process of its own (under Dask: "
-                    "workers with one thread each, and one task for each worker), or call shutdown() first"
+                    "workers with one thread each, and one task for each worker), or call shutdown() first; "
+                    "collectives.local_world has ranks that are threads of one process"
                 )
         try:
             yield
@@ -91,7 +94,7 @@ class _Default:
 
     def adopt(self, world: World) -> None:
         """Make a world the default one."""
-        global_process_set.attach(0, world, world)
+        self.all_ranks.attach(0, world, world)
         self.was_shut_down = False
         self.world = world
 
@@ -99,7 +102,7 @@ class _Default:
         """Drop the world and its process sets."""
         self.known.forget()
         self.told.clear()
-        self.world = self.comm = global_process_set.mpi_comm = None
+        self.world = self.comm = self.all_ranks.mpi_comm = None
         self.was_shut_down = True
         logging.place(None)
 
@@ -115,7 +118,7 @@ class _Default:
                 self.lock.release()
 
 
-default = _Default()
+default = DefaultWorld(global_process_set)
 
 
 def init(

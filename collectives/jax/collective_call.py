@@ -22,7 +22,7 @@ from collectives.engine.handles import Handle
 from collectives.frontends import joined
 from collectives.schedules import partition
 from collectives.tensors.compression import named
-from collectives.worlds import runtime
+from collectives.worlds import local_world, runtime
 from collectives.worlds.runtime import world_of
 from collectives.worlds.world import World
 
@@ -54,6 +54,7 @@ class CollectiveCall:
         rows: for each operand of an allgather every rank's rows, of an alltoall the rows that every rank sends to this
             one; None: unknown.
         splits: of an alltoall: the rows sent to each rank.
+        local_rank: the rank's number in a `collectives.worlds.local_world`; XLA's threads belong to no rank.
     """
 
     collective: str
@@ -75,6 +76,7 @@ class CollectiveCall:
     root: int = 0
     rows: tuple[Shape, ...] | None = None
     splits: Shape | None = None
+    local_rank: int = 0
 
     @property
     def linear(self) -> bool:
@@ -108,7 +110,8 @@ class CollectiveCall:
 
     def world(self) -> World:
         """Return the world of the call, if the program is right in it."""
-        world = world_of(self.process_set)
+        with local_world.as_rank(self.local_rank):
+            world = world_of(self.process_set)
         if (world.size, world.rank) == (self.size, self.rank) or (self.any_size and retry.steps() is not None):
             return world
         text = (

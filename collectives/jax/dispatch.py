@@ -15,7 +15,7 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError, Unsu
 from collectives.base.options import refuse_unknown
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
-from collectives.jax import compat, eager, primitive
+from collectives.jax import compat, eager, local_ranks, primitive
 from collectives.jax.collective_call import CollectiveCall, Shape
 from collectives.tensors import compression as compressors
 from collectives.worlds.process_sets import ProcessSet
@@ -58,7 +58,10 @@ def begin(
     number = process_set if isinstance(process_set, int) else process_set.process_set_id
     assert number is not None
     where = options.get("algorithm"), options.get("transport")
-    return world, CollectiveCall(collective, world.size, world.rank, name, number, *where, ordered=ordered)
+    own = local_ranks.number()
+    return world, CollectiveCall(
+        collective, world.size, world.rank, name, number, *where, ordered=ordered, local_rank=own
+    )
 
 
 def reducing(call: CollectiveCall, op: Op, prescale_factor: Any, postscale_factor: Any) -> CollectiveCall:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
@@ -24,6 +25,7 @@ from collectives.frontends.gradient_options import GradientOptions
 from collectives.jax.dispatch import ProgramOptions
 from collectives.jax.operations import allreduce
 from collectives.tensors.compression import Compression
+from collectives.worlds.local_world import number_of_rank
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import global_process_set
 
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
 Optimizer = TypeVar("Optimizer")
 
-_numbers = itertools.count()
+_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+"""Numbers of optimizers, for each rank that is a thread, or for the process."""
 
 
 class GradientTransformation(NamedTuple):
@@ -96,7 +99,7 @@ def distributed_gradients(
     factors: Any = GradientOptions(
         op=op, compression=compression, gradient_predivide_factor=gradient_predivide_factor
     ).factors
-    number = next(_numbers)
+    number = next(_numbers[number_of_rank()])
     label = name if name is not None or options.get("ordered", True) else f"distributed_gradients.{number}"
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -151,7 +154,7 @@ def DistributedOptimizer(
     GradientOptions(backward_passes_per_step=backward_passes_per_step)  # raises if that is not a number of passes
     combined = distributed_gradients(op, compression, gradient_predivide_factor, process_set, name, **options)
     ordered = options.get("ordered", True)
-    number = next(_numbers)
+    number = next(_numbers[number_of_rank()])
 
     def mean(values: Any) -> Any:
         label = f"distributed_values.{number}" if name is None else f"{name}.values"

@@ -202,6 +202,7 @@ def _gathered(call: CollectiveCall, suffix: str, tensors: list[Any]) -> list[Any
         grouped=True,
         ordered=call.ordered,
         rows=((1,) * call.size,) * len(tensors),
+        local_rank=call.local_rank,
     )
     return bind(gathering, [each[None] for each in tensors])
 

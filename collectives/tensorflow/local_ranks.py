@@ -1,7 +1,7 @@
 """Ranks that are threads (`collectives.worlds.local_world`): which of them runs a graph, and its device.
 
-TensorFlow calls callbacks in threads of its own, and several ranks may run one function. So the rank's number is an
-input of each function that has collectives: an argument that TensorFlow evaluates in the thread which calls the function.
+TensorFlow calls callbacks in threads of its own, and several ranks may run one function. So each function that has
+collectives has the rank's number as an input, which TensorFlow evaluates in the thread that calls the function.
 """
 
 from __future__ import annotations

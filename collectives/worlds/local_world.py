@@ -77,9 +77,9 @@ def _own_rank() -> _Rank:
     rank = _rank_of_thread.get()
     if rank is None:
         raise NotInitializedError(
-            f"thread {threading.current_thread().name!r} belongs to no rank of the local world: call collectives in the "
-            "function that run() is given. A thread that this function starts belongs to its rank if it runs in a copy "
-            "of the context: Thread(target=contextvars.copy_context().run, args=(function,))"
+            f"thread {threading.current_thread().name!r} belongs to no rank of the local world: call collectives in "
+            "the function that run() is given. A thread that this function starts belongs to its rank if it runs in a "
+            "copy of the context: Thread(target=contextvars.copy_context().run, args=(function,))"
         )
     return rank
 
@@ -87,7 +87,7 @@ def _own_rank() -> _Rank:
 def _of_thread(kind: type, select: Callable[[], Any]) -> type:
     """A subclass whose instances stand for what ``select()`` returns in the calling thread."""
 
-    class OfThread(kind):
+    class OfThread(kind):  # type: ignore[misc]  # its type is not known when it is checked
         def __getattribute__(self, name: str) -> Any:
             return object.__getattribute__(self, name) if name.startswith("__") else getattr(select(), name)
 
@@ -128,13 +128,13 @@ def as_rank(number: int) -> Iterator[None]:
         yield
         return
     rank, own = _ranks.get(number), _rank_of_thread.get()
-    if rank is None:
-        raise NotInitializedError("this was made by a rank of a local world that has ended: make it again")
     if own is not None and own.number != number:
         raise InvalidArgumentError(
             f"this was made by another rank of the local world, and is used by rank {own.rank}: make one "
             "on every rank, in the function that run() is given"
         )
+    if rank is None:
+        raise NotInitializedError("this was made by a rank of a local world that has ended: make it again")
     token = _rank_of_thread.set(rank)
     try:
         yield
@@ -252,7 +252,8 @@ class LocalWorld:
             running = [thread.name for thread in self._threads if thread.is_alive()]
             if running:
                 raise InvalidArgumentError(f"run: an earlier run has not ended: {', '.join(running)}")
-            worlds = [World(group, self.config) for group in thread_groups.connect(self.size, timeout=self.config.timeout)]
+            groups = thread_groups.connect(self.size, timeout=self.config.timeout)
+            worlds = [World(group, self.config) for group in groups]
             run = _Run(function, [_Rank(*each) for each in zip(self._numbers, worlds, strict=True)])
             self._threads = run.threads
         return run.results(timeout)
@@ -291,7 +292,8 @@ class _Run(Generic[Returned]):
         if self._errors:
             failed, first = self._errors[0]
             since = f" ({self._unfinished()} since)" if self._running else ""
-            raise RankFailedError(f"rank {failed} of the local world raised {in_words(failed, first)}{since}") from first
+            text = f"rank {failed} of the local world raised {in_words(failed, first)}{since}"
+            raise RankFailedError(text) from first
         return [self._returned[rank.rank] for rank in self._ranks]
 
     def _wait(self) -> None:

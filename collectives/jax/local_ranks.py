@@ -1,0 +1,53 @@
+"""Ranks that are threads (`collectives.worlds.local_world`): a device and programs of its own for each.
+
+JAX keeps what it has traced and compiled for all threads of the process, and XLA runs programs in threads of its own.
+So a call in a program has the number of its rank, and the number is part of the key by which JAX finds the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from collectives.base.errors import InvalidArgumentError
+from collectives.jax import compat, eager
+from collectives.worlds import local_world
+
+_number: Any = jax.make_user_context(0) if hasattr(jax, "make_user_context") else None
+
+
+def number() -> int:
+    """The number of the calling thread's rank, for a call; 0 without a local world.
+
+    Raises:
+        InvalidArgumentError: JAX traces, and would use the program for other ranks.
+    """
+    own = local_world.number_of_rank()
+    if own and compat.tracing() and (_number is None or _number.value != own):
+        remedy = (
+            "install a JAX that has jax.make_user_context" if _number is None else "import collectives.jax before run()"
+        )
+        raise InvalidArgumentError(
+            f"collectives.local_world: JAX would use one program for all ranks: {remedy}, or call this outside jit"
+        )
+    return own
+
+
+@contextmanager
+def _on_own_device(own: int, rank: int) -> Iterator[None]:
+    """Have a rank's arrays made on the device of its number, and its programs end within."""
+    if _number is None:
+        yield
+        return
+    devices = jax.local_devices()
+    with jax.default_device(devices[rank % len(devices)]), _number(own):
+        try:
+            yield
+        finally:
+            eager.wait_for_effects()
+
+
+local_world.entering.append(_on_own_device)

@@ -14,7 +14,7 @@ from collectives.worlds.elastic_jobs import Job
 from collectives.worlds.world import World
 
 if TYPE_CHECKING:
-    from collectives.worlds.runtime import _Default
+    from collectives.worlds.runtime import DefaultWorld
 
 Sets = Sequence[tuple[int, Sequence[int]]]
 """Process sets, by number and members."""
@@ -32,7 +32,7 @@ def end(world: World | None, why: str, failed: bool) -> None:
 
 
 def begin(
-    default: _Default, world: World, job: Job, began: float, why: str, sets: Sets | None = None, record: Any = None
+    default: DefaultWorld, world: World, job: Job, began: float, why: str, sets: Sets | None = None, record: Any = None
 ) -> list[Any]:
     """Make a world the default one, and the process sets in it, and go on with the timeline; the next world, if ranks
     die meanwhile. Returns the ranks' records.
@@ -59,7 +59,7 @@ def begin(
             world = job.next(why, Config.from_environment(), alone=record is not None)
 
 
-def begin_again(default: _Default, job: Job, config: Config) -> World:
+def begin_again(default: DefaultWorld, job: Job, config: Config) -> World:
     """The next generation's world, as the default one, for an `init` after a `shutdown`; raises as `Job.next`."""
     began, why = time.monotonic(), "init() was called again"
     try:

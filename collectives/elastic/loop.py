@@ -48,8 +48,8 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
     Args:
         recover: "restore": return to the last commit. "retry": where ranks die in a step of a `DistributedOptimizer`
             of torch, TensorFlow, JAX or Keras, or in a commit, the others combine the same gradients again, and no step
-            is lost; elsewhere they return to the last commit. Costs a copy of the gradients, and an all-reduce of one
-            byte in each step.
+            is lost; at their next commit the function is called again, with the present state. Elsewhere they return to
+            the last commit. Costs a copy of the gradients, and an all-reduce of one byte in each step.
         reset_limit: after so many failures without a commit in between, the first of these errors is raised; None: no
             limit.
 
@@ -92,6 +92,8 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                 with retry.retrying(recover == "retry") as steps:
                     result = func(state, *args, **kwargs)
                     state.settle()
+                    if recover == "retry":
+                        steps.finish()
             except HostsUpdatedInterrupt as interrupt:
                 cause: Exception | str = str(interrupt)
                 failed = False

@@ -9,6 +9,9 @@ a death, who tell each other how many steps of each name they have left,
 
 No rank has applied anything of a step that is carried out again. If a survivor is elsewhere in its program, or the
 ranks are too few without newcomers, the error is raised, and `run` returns to the last commit.
+
+The survivors' programs go on with what they have derived from the former ranks, such as a share of the data. Their next
+commit interrupts them, so that they begin anew with the ranks that there are.
 """
 
 from __future__ import annotations
@@ -16,20 +19,29 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import numpy as np
 
-from collectives.base.errors import CollectivesError, NotInitializedError, RecoverableError, in_words
+from collectives.base.errors import (
+    CollectivesError,
+    CollectiveTimeoutError,
+    NotInitializedError,
+    RecoverableError,
+    in_words,
+)
 from collectives.base.options import ProcessSetLike
 from collectives.base.reduce_op import Op
 from collectives.elastic.events import renew
-from collectives.worlds import runtime
+from collectives.worlds import generations, runtime
 from collectives.worlds.world import World
 
+_FINISH = "elastic: finish"
 _ENDED_WITHIN = 60.0
 """Seconds in which the steps of other threads end whose world has failed."""
+_FINISHED_WITHIN = 60.0
+"""Seconds that a rank whose function has returned waits for the others."""
 Result = TypeVar("Result")
 
 
@@ -37,11 +49,15 @@ class Steps:
     """The steps of one training function. Those of different names may be carried out by several threads.
 
     Attributes:
-        renewed: an error was raised after the generation had ended: it need not end again.
+        renewed: the function has been left after the generation had ended: it need not end again.
+        retried: a step was carried out in a later generation than that in which the function began.
+        contributors: the members whose values are in the newest results; empty before the first step. At the same point
+            of their programs it is alike on all ranks, also on those that have not noticed a death yet.
     """
 
     def __init__(self) -> None:
-        self.renewed = False
+        self.renewed = self.retried = False
+        self.contributors: tuple[int, ...] = ()
         self._left: Counter[str] = Counter()
         self._left_elsewhere: Counter[str] = Counter()
         """The most steps that any rank had left when the present generation began."""
@@ -67,7 +83,7 @@ class Steps:
             RecoverableError: ranks have died, and the others cannot carry out the step again.
         """
         while True:
-            world = self._begin()
+            world, members = self._begin()
             left = False
             try:
                 step()
@@ -78,11 +94,11 @@ class Steps:
             except (RecoverableError, NotInitializedError) as error:
                 failure = error
             finally:
-                self._end(name, left)
+                self._end(name, members, left)
             self._renew(world, failure)
             with self._changed:
                 if self._left_elsewhere[name] > self._left[name]:
-                    self._left[name] += 1
+                    self._count(name, members)
                     return False
             restore()
 
@@ -102,21 +118,39 @@ class Steps:
             self._changed.wait_for(lambda: not self._renewing)
             self._over = True
 
-    def _begin(self) -> World:
-        """The world in which a step is carried out, which does not change before its end."""
+    def finish(self) -> None:
+        """End the function on all ranks: one that has left the last step tells others so, if they fail in it. Who does
+        not come within a minute goes on without this rank."""
+
+        def wait_for_others() -> None:
+            flag = np.zeros(1, np.uint8)
+            with suppress(CollectiveTimeoutError):
+                runtime.world().allreduce_async_(flag, op=Op.MAX, name=_FINISH).wait(_FINISHED_WITHIN)
+
+        self.carry_out(_FINISH, wait_for_others, votes=False)
+
+    def _begin(self) -> tuple[World, tuple[int, ...]]:
+        """The world in which a step is carried out, which does not change before its end, and its members."""
         with self._changed:
             self._changed.wait_for(lambda: not self._renewing)
             if self._over:
                 raise RecoverableError("the training function has been left to which this step belongs")
-            world = runtime.world()
+            world, job = runtime.world(), generations.job()
             self._active += 1
-            return world
+            return world, job.members if job is not None else ()
 
-    def _end(self, name: str, left: bool) -> None:
+    def _end(self, name: str, members: tuple[int, ...], left: bool) -> None:
         with self._changed:
-            self._left[name] += left
+            if left:
+                self._count(name, members)
             self._active -= 1
             self._changed.notify_all()
+
+    def _count(self, name: str, members: tuple[int, ...]) -> None:
+        """Note that a step is complete, with these members' values."""
+        self._left[name] += 1
+        # Members only become fewer, and another thread may have noted a later step.
+        self.contributors = min(members, self.contributors or members, key=len)
 
     def _renew(self, ended: World, error: CollectivesError) -> None:
         """Leave a world for the next one, unless another thread has done so."""
@@ -141,6 +175,7 @@ class Steps:
             self._left_elsewhere = Counter()
             for each in records:
                 self._left_elsewhere |= Counter(each)
+            self.retried = True
         finally:
             with self._changed:
                 self._renewing = False
@@ -152,6 +187,15 @@ def steps(process_set: ProcessSetLike | int | None = None) -> Steps | None:
     ranks take part, who would not vote."""
     everyone = _current is not None and runtime.world_of(process_set) is runtime.default.world
     return _current if everyone else None
+
+
+def contributors() -> tuple[int, ...]:
+    """The members whose values are in what the training function has combined last, or, before its first step, those of
+    the present generation; empty where there is none."""
+    if _current is not None and _current.contributors:
+        return _current.contributors
+    job = generations.job()
+    return job.members if job is not None else ()
 
 
 def vote(world: World, name: str) -> None:

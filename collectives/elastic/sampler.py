@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sized
 from itertools import cycle, islice
 from typing import Any
 
-from collectives.worlds import runtime
+from collectives.elastic import retry
+from collectives.worlds import generations, runtime
 
 
 class ElasticSampler:
@@ -16,7 +17,10 @@ class ElasticSampler:
     The indices of an epoch have one order on all ranks; rank r of n takes every n-th from the r-th on. As many numbers
     as ranks need to get equally many are dealt twice.
 
-    Pass it to a state, call `record_batch` after each batch, and `set_epoch` at the end of each epoch.
+    Where ranks die and steps go on without them (``recover="retry"``), what was dealt to them is *postponed*: it is
+    dealt again, to all, behind what is left of the epoch, after the next commit.
+
+    Pass it to a state, call `record_batch` after each step, and `set_epoch` at the end of each epoch.
 
     Args:
         dataset: anything with a length, which stays the same.
@@ -26,6 +30,7 @@ class ElasticSampler:
     Attributes:
         epoch: as set by `set_epoch`.
         processed_num: samples that all ranks together have processed in this epoch.
+        postponed: indices that ranks would have processed that have died, in the order in which they are dealt again.
         num_replicas, rank: the ranks among which indices are dealt, and this one.
         remaining_indices: those that were unprocessed when they were dealt, in their order.
         num_samples, total_size: indices of this rank, and of all ranks.
@@ -40,38 +45,59 @@ class ElasticSampler:
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
-        self.processed_num = 0
+        self.epoch = self.processed_num = self._recorded = 0
+        self.postponed: list[int] = []
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: no sample is processed. To be called at the end of the one before, so that an epoch in which
         ranks have changed is not begun again."""
-        self.epoch = epoch
-        self.processed_num = 0
-        self.reset()
+        self.load_state_dict({"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that every rank has processed a batch of this size; ``batch_idx`` is part of Horovod's interface."""
-        self.processed_num += batch_size * self.num_replicas
+        """Note that every rank has processed a batch of this size; ``batch_idx`` is part of Horovod's interface.
+
+        To be called after the batch's step, which says whether ranks have died before it.
+        """
+        start = self._recorded
+        self._recorded = min(start + batch_size * self.num_replicas, len(self.remaining_indices))
+        self.processed_num += self._recorded - start
+        living = retry.contributors()
+        if living != self._members:
+            dead = {position for position, member in enumerate(self._members) if member not in living}
+            batches = range(start, self._recorded)
+            lost = {self.remaining_indices[at]: None for at in batches if at % self.num_replicas in dead}
+            self.postponed = [*(index for index in self.postponed if index not in lost), *lost]
+            self.processed_num -= len(lost)
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and number of processed samples."""
-        return {"epoch": self.epoch, "processed_num": self.processed_num}
+        """Epoch, number of processed samples, and what is postponed, if anything is."""
+        postponed = {"postponed": list(self.postponed)} if self.postponed else {}
+        return {"epoch": self.epoch, "processed_num": self.processed_num, **postponed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a `state_dict`, and deal the indices that are unprocessed by it."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
+        self.postponed = list(state_dict.get("postponed", ()))
         self.reset()
 
     def reset(self) -> None:
-        """Deal the unprocessed indices among the present ranks."""
-        self.num_replicas, self.rank = runtime.size(), runtime.rank()
+        """Deal the unprocessed indices among the ranks that there are."""
+        # Not simply the present ranks: one that has not noticed a death yet must deal as the others do.
+        job, self._members = generations.job(), retry.contributors()
+        if job is not None and job.member in self._members:
+            self.num_replicas, self.rank = len(self._members), self._members.index(job.member)
+        else:
+            self.num_replicas, self.rank = runtime.size(), runtime.rank()
+        self._recorded = 0
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
-        self.remaining_indices = indices[self.processed_num :]
+        if self.postponed:
+            behind = set(self.postponed)
+            indices = [index for index in indices if index not in behind] + self.postponed
+        self.remaining_indices: list[int] = indices[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
 

@@ -18,7 +18,8 @@ _UPDATES = "elastic: host updates"
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Raised in the training function when ranks are to be added or removed: `run` goes on with the new ones.
+    """Raised in the training function when ranks are to be added or removed, or when some have died and steps were
+    retried without them: `run` goes on with those that there are.
 
     Attributes:
         skip_sync: ranks are only removed, so that nobody needs the state.
@@ -141,6 +142,9 @@ class State:
         self._last_updated_timestamp = newest
         if updated:
             raise HostsUpdatedInterrupt(bool(removed and not added))
+        if steps is not None and steps.retried:  # on all ranks: each of this generation has taken part in the retry
+            steps.renewed = True
+            raise HostsUpdatedInterrupt(skip_sync=True)
 
     def save(self) -> None:
         """Copy the state to host memory."""

@@ -248,6 +248,28 @@ def test_events_are_told_of_what_a_retry_renews(job: Played) -> None:
     assert events == ["ended", "renewed"]
 
 
+def test_a_commit_after_a_retry_begins_the_function_anew_in_the_present_world(job: Played) -> None:
+    fail = failing(RankFailedError("gone"))
+    seen: list[str] = []
+    state: Any = ObjectState(step=0)
+    state.register_reset_callbacks([lambda: seen.append(f"reset at step {state.step}")])
+
+    @elastic.run(recover="retry")
+    def train(state: Any) -> None:
+        seen.append(f"begins with step {state.step}")
+        while state.step < 3:
+            steps = retry.steps()
+            assert steps is not None
+            steps.reduce("step", fail)
+            state.step += 1
+            if state.step > 1:
+                state.commit()
+
+    train(state)
+    assert seen == ["begins with step 0", "reset at step 2", "begins with step 2"]
+    assert job.calls == ["enter", "renew after RankFailedError", "finished"]
+
+
 def test_an_unknown_way_to_recover_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="got 'hope'"):
         elastic.run(recover="hope")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 from hypothesis import given
@@ -55,6 +58,50 @@ def test_every_index_once_over_shrinks_and_grows(
     counts = Counter(seen)
     assert set(counts) == set(range(count))
     assert sum(counts.values()) - count < sum(size for size, _, _ in worlds)  # what fills up the ranks' shares
+
+
+def of_member(member: int, living: tuple[int, ...]) -> ExitStack:
+    """What a sampler of a member sees whose newest step has combined the values of the living."""
+    stack = ExitStack()
+    stack.enter_context(patch.object(module.generations, "job", lambda: SimpleNamespace(member=member)))
+    stack.enter_context(patch.object(module.retry, "contributors", lambda: living))
+    return stack
+
+
+@given(
+    st.integers(0, 200),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), max_size=4),
+)
+def test_what_was_dealt_to_the_dead_is_dealt_again(
+    count: int, batch_size: int, deaths: list[tuple[int, int, int]]
+) -> None:
+    """By death: how many batches come before it, who dies, and how many batches come before the next commit."""
+    seen: list[int] = []
+    committed: dict[str, Any] = {"epoch": 0, "processed_num": 0}
+    living, dealt_twice = (0, 1, 2, 3, 4), 0
+    for before, who, after in [*deaths, (200, 0, 0)]:
+        samplers: dict[int, ElasticSampler] = {}
+        for member in living:
+            with of_member(member, living):
+                samplers[member] = ElasticSampler(range(count), shuffle=False)
+                samplers[member].load_state_dict(committed)
+        dealt_twice += len(living)
+        shares = {member: list(sampler) for member, sampler in samplers.items()}
+        for batch in range(before + after):
+            if batch == before:
+                living = tuple(member for member in living if member != living[who % len(living)]) or living
+            at = batch * batch_size
+            for member in living:
+                seen += shares[member][at : at + batch_size]
+                with of_member(member, living):
+                    samplers[member].record_batch(batch, batch_size)
+        states = [samplers[member].state_dict() for member in living]
+        committed = states[0]
+        assert all(state == committed for state in states)
+        assert committed["processed_num"] <= len(set(seen))
+    counts = Counter(seen)
+    assert set(counts) == set(range(count)) and sum(counts.values()) - count <= dealt_twice
 
 
 @given(st.integers(0, 40), st.integers(1, 6))

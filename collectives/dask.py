@@ -17,7 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, MissingDependencyError
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    RankFailedError,
+)
 from collectives.launch import hosted_ranks
 from collectives.launch.hosted_ranks import Outcome, Site
 from collectives.launch.records import Record
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
 
 _LOOK = 0.25
 """Seconds between two looks at the workers."""
+_ANSWERED_WITHIN = 60.0
+"""Seconds within which each worker has to have a free thread."""
 _AFTER_FAILURE = 10.0
 """Seconds for which the other ranks of one that has failed may still say how they fared."""
 
@@ -63,7 +70,7 @@ def run(
             ``LocalCluster(processes=False)`` are.
         RankFailedError: a rank raised, or its worker has ended; has the traceback of the first failure. The other
             ranks' calls have been ended.
-        CollectiveTimeoutError: ``timeout`` has passed.
+        CollectiveTimeoutError: ``timeout`` has passed, or a worker has had no free thread for a minute.
         MissingDependencyError: Dask's package ``distributed`` is not installed.
 
     Example:
@@ -121,7 +128,11 @@ def _sites(client: Client, np: int | None, workers: Sequence[str] | None) -> dic
             "many threads it has: start more workers (n_workers=, threads_per_worker=1), or use "
             "collectives.local_world for ranks that are threads of one process"
         )
-    answers = client.run(_here, workers=chosen)
+    answers = _answers(client, chosen)
+    if answers is None:  # a worker has ended meanwhile
+        if workers:
+            raise RankFailedError(f"collectives.dask.run: one of the workers {', '.join(workers)} has just ended")
+        return _sites(client, np, workers)
     processes: dict[tuple[str, int], str] = {}
     for worker in chosen:
         process, _ = answers[worker]
@@ -135,9 +146,30 @@ def _sites(client: Client, np: int | None, workers: Sequence[str] | None) -> dic
     return {worker: answers[worker][1] for worker in chosen[:np]}
 
 
-def _here(dask_worker: Any) -> tuple[tuple[str, int], Site]:
+def _answers(client: Client, workers: Sequence[str]) -> dict[str, tuple[tuple[str, int], Site]] | None:
+    """What each worker says of itself; None if one has ended. CollectiveTimeoutError: one has no free thread."""
+    from distributed import wait
+
+    futures = {worker: client.submit(_here, workers=[worker], pure=False, retries=0) for worker in workers}
+    end = time.monotonic() + _ANSWERED_WITHIN
+    while pending := [worker for worker, future in futures.items() if future.status == "pending"]:
+        with suppress(TimeoutError):
+            wait([futures[worker] for worker in pending], _LOOK)
+        if not set(workers) <= set(client.scheduler_info(n_workers=-1)["workers"]):
+            return None
+        if time.monotonic() > end:
+            raise CollectiveTimeoutError(
+                f"collectives.dask.run: the workers {', '.join(pending)} have had no free thread for "
+                f"{_ANSWERED_WITHIN:g} s: wait for their tasks, or name others by workers="
+            )
+    return {worker: future.result() for worker, future in futures.items()}
+
+
+def _here() -> tuple[tuple[str, int], Site]:
     """On a worker: its process, and where it is."""
-    address = str(dask_worker.address).partition("://")[2].rpartition(":")[0].strip("[]")
+    from distributed import get_worker
+
+    address = str(get_worker().address).partition("://")[2].rpartition(":")[0].strip("[]")
     site = hosted_ranks.here(address)
     return (site.host, os.getpid()), site
 
@@ -169,11 +201,10 @@ def _give_up(client: Client, futures: Sequence[Any], workers: Sequence[str]) -> 
     """Have the calls end that still run: their collectives raise."""
     client.cancel(list(futures))
     alive = client.scheduler_info(n_workers=-1)["workers"]
-    with suppress(Exception):  # a worker may end in this moment
-        client.run(_fail, workers=[worker for worker in workers if worker in alive])
+    client.run(_fail, workers=[worker for worker in workers if worker in alive], wait=False, on_error="ignore")
 
 
-def _fail() -> None:
-    """On a worker, in a thread that is not the rank's."""
+async def _fail() -> None:
+    """On a worker, in a thread that is not the rank's. A coroutine, so that the client need not wait for it."""
     if runtime.is_initialized():
         runtime.world().fail(f"collectives.dask.run has given up the call, on {socket.gethostname()}")

@@ -110,7 +110,7 @@ def run(
         return hosted_ranks.results([outcome for outcome in outcomes if outcome], "collectives.dask.run")
     finally:
         if None in outcomes:
-            _give_up(client, futures, by_rank)
+            _give_up(client, futures, by_rank, places[by_rank[0]]["COLLECTIVES_KEY"])
 
 
 def _sites(client: Client, np: int | None, workers: Sequence[str] | None) -> dict[str, Site]:
@@ -197,14 +197,15 @@ def _outcome(future: Any, rank: int, site: Site, alive: bool) -> Outcome | None:
     return Outcome(None, Record(rank, 1, text, time.time(), site.name))
 
 
-def _give_up(client: Client, futures: Sequence[Any], workers: Sequence[str]) -> None:
-    """Have the calls end that still run: their collectives raise."""
+def _give_up(client: Client, futures: Sequence[Any], workers: Sequence[str], key: str) -> None:
+    """Have the calls of the job with this key end that still run: their collectives raise."""
     client.cancel(list(futures))
     alive = client.scheduler_info(n_workers=-1)["workers"]
-    client.run(_fail, workers=[worker for worker in workers if worker in alive], wait=False, on_error="ignore")
+    present = [worker for worker in workers if worker in alive]
+    client.run(_fail, key, workers=present, wait=False, on_error="ignore")
 
 
-async def _fail() -> None:
+async def _fail(key: str) -> None:
     """On a worker, in a thread that is not the rank's. A coroutine, so that the client need not wait for it."""
-    if runtime.is_initialized():
+    if runtime.is_initialized() and os.environ.get("COLLECTIVES_KEY") == key:
         runtime.world().fail(f"collectives.dask.run has given up the call, on {socket.gethostname()}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,9 @@ from collectives.transport.tcp import network
 from collectives.worlds import runtime
 
 _KEY_BYTES = 32
+_FREE_WITHIN = 60.0
+_one_call = threading.Lock()
+"""Held while this process is a rank: its place is in its environment, and a call that was given up may still run."""
 
 
 class Site(NamedTuple):
@@ -111,18 +115,30 @@ def _of_place(place: Mapping[str, int], name: str, torchs_port: str) -> dict[str
 
 @contextmanager
 def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
-    """Be a rank for the time of the body, at whose end this process leaves the others and forgets its place."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    """Be a rank for the time of the body, at whose end this process leaves the others and forgets its place.
+
+    Raises:
+        CollectiveTimeoutError: another thread of this process is a rank, and does not end.
+    """
+    if not _one_call.acquire(timeout=_FREE_WITHIN):
+        raise CollectiveTimeoutError(
+            f"process {os.getpid()} on {socket.gethostname()} is still rank {os.environ.get('COLLECTIVES_RANK')} of an "
+            f"earlier call, whose function has not returned for {_FREE_WITHIN:g} s: start the process anew"
+        )
     try:
-        yield
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            runtime.shutdown()
+            for name, text in before.items():
+                if text is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = text
     finally:
-        runtime.shutdown()
-        for name, text in before.items():
-            if text is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = text
+        _one_call.release()
 
 
 def call(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Outcome:

@@ -26,7 +26,6 @@ from collectives.base.errors import (
 from collectives.launch import hosted_ranks
 from collectives.launch.hosted_ranks import Outcome, Site
 from collectives.launch.records import Record
-from collectives.worlds import runtime
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -35,7 +34,7 @@ _LOOK = 0.25
 """Seconds between two looks at the workers."""
 _ANSWERED_WITHIN = 60.0
 """Seconds within which each worker has to have a free thread."""
-_AFTER_FAILURE = 10.0
+_AFTER_FAILURE = 5.0
 """Seconds for which the other ranks of one that has failed may still say how they fared."""
 
 
@@ -202,10 +201,9 @@ def _give_up(client: Client, futures: Sequence[Any], workers: Sequence[str], key
     client.cancel(list(futures))
     alive = client.scheduler_info(n_workers=-1)["workers"]
     present = [worker for worker in workers if worker in alive]
-    client.run(_fail, key, workers=present, wait=False, on_error="ignore")
+    client.run(_end, key, workers=present, wait=False, on_error="ignore")
 
 
-async def _fail(key: str) -> None:
+async def _end(key: str) -> None:
     """On a worker, in a thread that is not the rank's. A coroutine, so that the client need not wait for it."""
-    if runtime.is_initialized() and os.environ.get("COLLECTIVES_KEY") == key:
-        runtime.world().fail(f"collectives.dask.run has given up the call, on {socket.gethostname()}")
+    hosted_ranks.give_up(key, f"collectives.dask.run has given up the call, on {socket.gethostname()}")

@@ -10,6 +10,7 @@ at which the ranks meet.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import socket
@@ -31,6 +32,8 @@ _KEY_BYTES = 32
 _FREE_WITHIN = 60.0
 _one_call = threading.Lock()
 """Held while this process is a rank: its place is in its environment, and a call that was given up may still run."""
+_rank_thread = 0
+"""The thread that holds it."""
 
 
 class Site(NamedTuple):
@@ -125,6 +128,8 @@ def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
             f"process {os.getpid()} on {socket.gethostname()} is still rank {os.environ.get('COLLECTIVES_RANK')} of an "
             f"earlier call, whose function has not returned for {_FREE_WITHIN:g} s: start the process anew"
         )
+    global _rank_thread
+    _rank_thread = threading.get_ident()
     try:
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
@@ -139,6 +144,18 @@ def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
                     os.environ[name] = text
     finally:
         _one_call.release()
+
+
+def give_up(key: str, why: str) -> None:
+    """Have a call end that runs in another thread of this process, if it is of the job with this key: its collectives
+    raise, and so does `init`. What only computes goes on."""
+    if not _one_call.locked() or os.environ.get("COLLECTIVES_KEY") != key:
+        return
+    if runtime.is_initialized():
+        runtime.world().fail(why)
+    else:
+        raised = ctypes.py_object(RankFailedError)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(_rank_thread), raised)
 
 
 def call(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Outcome:

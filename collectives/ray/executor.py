@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from collectives.ray.worker import Worker
 
 _LOOK = 0.1
 """Seconds between two looks at what rank 0 has logged."""
-_AFTER_FAILURE = 10.0
+_AFTER_FAILURE = 5.0
 """Seconds for which the other ranks of one that has failed may still say how they fared."""
 
 
@@ -306,8 +305,11 @@ class RayExecutor:
             if end == float("inf") and any(outcome.failure for outcome in outcomes.values()):
                 end = time.monotonic() + _AFTER_FAILURE
         if end < float("inf"):
-            with suppress(RayError):  # of workers that have ended, or still compute
-                ray.wait([worker.leave.remote() for worker in self._workers], timeout=_AFTER_FAILURE)
+            leaving = [worker.leave.remote() for worker in self._workers]
+            _, busy = ray.wait(leaving, num_returns=len(leaving), timeout=_AFTER_FAILURE)
+            ranks = ", ".join(str(leaving.index(reference)) for reference in busy)
+            if busy and not self._lost:
+                self._lost = f"the functions of ranks {ranks} have not returned: call shutdown() and start() again"
         return hosted_ranks.results([outcomes[each] for each in references if each in outcomes], f"RayExecutor.{what}")
 
     def _outcome(self, reference: Any, rank: int) -> Outcome:

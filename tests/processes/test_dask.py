@@ -43,6 +43,12 @@ def meet(culprit: int = -1, how: str = "") -> tuple[int, int, float]:
     return rank, os.getpid(), float(collectives.allreduce(np.full(4, rank + 1.0), average=False)[0])
 
 
+def fail_before_init() -> None:
+    if os.environ["COLLECTIVES_RANK"] == "1":
+        raise ValueError("as asked")
+    collectives.init()
+
+
 def test_training(client: Any) -> None:
     for weights in collectives.dask.run(client, train_as_rank):
         np.testing.assert_allclose(weights, train_alone(), rtol=1e-12)
@@ -75,6 +81,12 @@ def test_a_worker_that_is_killed_ends_the_call(client: Any) -> None:
 def test_a_call_that_takes_too_long_is_ended(client: Any) -> None:
     with pytest.raises(CollectiveTimeoutError, match="not done after 1 s"):
         collectives.dask.run(client, meet, kwargs={"culprit": 3, "how": "wait"}, timeout=1.0)
+    assert len(collectives.dask.run(client, meet)) == 3
+
+
+def test_a_rank_that_raises_before_init_ends_the_others_wait_in_it(client: Any) -> None:
+    with pytest.raises(RankFailedError, match=r"failed: ValueError: as asked"):
+        collectives.dask.run(client, fail_before_init)
     assert len(collectives.dask.run(client, meet)) == 3
 
 

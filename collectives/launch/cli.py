@@ -99,7 +99,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
             f"the current folder, in which the ranks start, is gone ({error.strerror}): change to another one"
         ) from None
     elastic = elastic_options.wanted(options)
-    ranks, hosts = _ranks_and_hosts(options, elastic)
+    ranks, hosts = (0, _hosts(options)) if options.doctor else _ranks_and_hosts(options, elastic)
     file = config_file.read(options.config_file) if options.config_file else config_file.ConfigFile()
     flags, outer = chosen(options), rank_environment.of_no_rank(os.environ)
     if options.as_horovod:
@@ -113,6 +113,10 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     config = Config.from_environment(environment)
     for message in dict.fromkeys([*options.ignored, *file.ignored]):
         print(f"collectivesrun: {message}", file=sys.stderr)
+    if options.doctor:
+        examination = importlib.import_module("collectives.launch.doctor.examination")  # slow to import
+        names = [host.name for host in hosts or allotted(os.environ)]
+        return int(examination.run(names, config.network_interface, environment, _remote(options), options.json))
     if options.show_plan:
         print(report.show_plan(ranks, hosts, config, options.sizes or report.SIZES))
         return 0
@@ -162,9 +166,14 @@ def _folder(path: str | None) -> str:
     return os.path.abspath(path)
 
 
+def _hosts(options: argparse.Namespace) -> Sequence[Host]:
+    """Return the hosts that are named."""
+    return read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts) if options.hosts else ()
+
+
 def _ranks_and_hosts(options: argparse.Namespace, elastic: bool) -> tuple[int, Sequence[Host]]:
     """Return the number of ranks and their hosts; of an elastic job the largest number, if it is known."""
-    hosts = read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts) if options.hosts else ()
+    hosts = _hosts(options)
     ranks: int | None = options.ranks
     if options.node:
         if ranks is None or hosts or elastic or options.launcher == "mpi":

@@ -135,6 +135,11 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     sizes = parser.add_argument("--size", metavar="SIZE", dest="sizes", action="append", type=_size)
     sizes.help = "with --show-plan: a tensor's size, such as 64M; may be repeated"
     parser.add_argument("-cb", "--check-build", action="store_true", help="print what is installed, and exit")
+    doctor = parser.add_argument("--doctor", action="store_true")
+    doctor.help = (
+        "say what is wrong or slow on this host and those of -H, and what to do; exit with 1 if anything is wrong"
+    )
+    parser.add_argument("--json", action="store_true", help="with --doctor: print a list of findings in JSON")
     version = f"collectives {__version__}"
     if program == "horovodrun":
         version = f"{importlib.import_module('collectives.horovod').VERSION} ({version})"

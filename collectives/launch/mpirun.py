@@ -81,8 +81,11 @@ def find() -> Launcher | None:
     """
     beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
     path = beside if os.access(beside, os.X_OK) else shutil.which("mpirun") or shutil.which("mpiexec")
-    if path is None:
-        return None
+    return None if path is None else identify(path)
+
+
+def identify(path: str) -> Launcher:
+    """Return the launcher at a path. InvalidArgumentError: it does not run, or its MPI is unknown."""
     try:
         shown = subprocess.run(
             [path, "--version"],

@@ -24,10 +24,8 @@ _MEDIA = {
     "mpi": "messages (mpi or tcp)",
 }
 """Words for media, each with the name that ``--transport`` takes."""
-_PACKAGES = {
-    "half precision": ("numkong", "ml_dtypes"),
-    "frameworks": ("torch", "tensorflow", "jax"),
-}
+FRAMEWORKS = ("torch", "tensorflow", "jax")
+_PACKAGES = {"half precision": ("numkong", "ml_dtypes"), "frameworks": FRAMEWORKS}
 
 
 def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
@@ -55,7 +53,7 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
         _line("MPI library", library, "mpi4py finds none"),
         _line("ssh", ssh, "not found; --launcher ssh needs it for ranks on other hosts"),
     ]
-    several = _several(launcher, usable, library)
+    ways = several(launcher, usable, library)
     for title, packages in _PACKAGES.items():
         present = [f"{name} {version(name)}" for name in packages if version(name)]
         lines.append(_line(title, ", ".join(present), f"none of {', '.join(packages)} installed"))
@@ -70,13 +68,13 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
             lines.append(f"        {row.advice}")
     lines += [
         "",
-        f"Several ranks: {several}",
+        f"Several ranks: {ways}",
         "GPU tensors:   " + ("no" if any(row.stops for row in rows) else "yes"),
     ]
-    return "\n".join([*lines, *(_horovods_table() if as_horovod else ())]), several.startswith("yes")
+    return "\n".join([*lines, *(_horovods_table() if as_horovod else ())]), ways.startswith("yes")
 
 
-def _several(launcher: Launcher | None, usable: bool, library: str) -> str:
+def several(launcher: Launcher | None, usable: bool, library: str) -> str:
     """Return whether ``collectivesrun`` can start several ranks, and how, if nothing is said about it.
 
     Args:

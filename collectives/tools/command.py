@@ -15,6 +15,7 @@ COMMANDS = {
     "bench": ("collectives.tools.bench.command", "time and check a collective over sizes"),
     "demo": ("collectives.tools.demo", "a bandwidth table and a data-parallel training on this machine"),
     "plan": ("collectives.tools.plan", "what would be chosen for N ranks: algorithms, transports, block sizes"),
+    "doctor": ("collectives.launch.doctor", "what is wrong or slow on hosts, and what to do: collectivesrun --doctor"),
     "report": ("collectives.launch.timeline_report", "a timeline as an HTML page or as text"),
 }
 """By command: the module whose ``main(arguments) -> int`` it is, and a line of help."""

@@ -114,3 +114,12 @@ def test_an_elastic_job_replaces_a_rank_on_another_node(system: Slurm) -> None:
     done.touch()
     assert "JobState=COMPLETED" in system.state_at_end(job), system.output(job)
     assert "member 1 on host2 was killed by SIGKILL" in system.output(job)
+
+
+def test_the_doctor_examines_the_nodes_of_a_job(system: Slurm) -> None:
+    job = system.submit("examples/slurm/train.sbatch", "--doctor")
+    system.state_at_end(job)
+    said = system.output(job)
+    assert "fine   job by srun        2 ranks" in said
+    assert "\nhost2\n" in said
+    assert "\nhost1 to host1,host2\n  fine   job without MPI    2 ranks" in said

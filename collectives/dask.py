@@ -13,8 +13,10 @@ from __future__ import annotations
 import os
 import socket
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from collectives.base.errors import (
@@ -79,10 +81,8 @@ def run(
 
         collectives.dask.run(Client(n_workers=2, threads_per_worker=1), mean_rank)      # [0.5, 0.5]
     """
-    try:
-        from distributed import wait
-    except ImportError:
-        raise MissingDependencyError("collectives.dask needs Dask: pip install distributed") from None
+    if find_spec("distributed") is None:
+        raise MissingDependencyError("collectives.dask needs Dask: pip install distributed")
     sites = _sites(client, np, workers)
     places = dict(zip(sites, hosted_ranks.arrange(list(sites.values())), strict=True))
     by_rank = sorted(places, key=lambda worker: int(places[worker]["COLLECTIVES_RANK"]))
@@ -97,8 +97,7 @@ def run(
     has_failed = False
     try:
         while None in outcomes and not (has_failed and time.monotonic() > end):
-            with suppress(TimeoutError):
-                wait([future for future, known in zip(futures, outcomes, strict=True) if known is None], _LOOK)
+            _wait([future for future, known in zip(futures, outcomes, strict=True) if known is None])
             alive = client.scheduler_info(n_workers=-1)["workers"]
             for rank, (worker, future) in enumerate(zip(by_rank, futures, strict=True)):
                 outcomes[rank] = outcomes[rank] or _outcome(future, rank, sites[worker], worker in alive)
@@ -147,13 +146,10 @@ def _sites(client: Client, np: int | None, workers: Sequence[str] | None) -> dic
 
 def _answers(client: Client, workers: Sequence[str]) -> dict[str, tuple[tuple[str, int], Site]] | None:
     """What each worker says of itself; None if one has ended. CollectiveTimeoutError: one has no free thread."""
-    from distributed import wait
-
     futures = {worker: client.submit(_here, workers=[worker], pure=False, retries=0) for worker in workers}
     end = time.monotonic() + _ANSWERED_WITHIN
     while pending := [worker for worker, future in futures.items() if future.status == "pending"]:
-        with suppress(TimeoutError):
-            wait([futures[worker] for worker in pending], _LOOK)
+        _wait([futures[worker] for worker in pending])
         if not set(workers) <= set(client.scheduler_info(n_workers=-1)["workers"]):
             return None
         if time.monotonic() > end:
@@ -162,6 +158,15 @@ def _answers(client: Client, workers: Sequence[str]) -> dict[str, tuple[tuple[st
                 f"{_ANSWERED_WITHIN:g} s: wait for their tasks, or name others by workers="
             )
     return {worker: future.result() for worker, future in futures.items()}
+
+
+def _wait(futures: Sequence[Any]) -> None:
+    """Wait a moment for tasks, which may be lost or cancelled meanwhile."""
+    from distributed import TimeoutError as NotDoneError  # in Python 3.10 it is not the built-in one
+    from distributed import wait
+
+    with suppress(NotDoneError, CancelledError):
+        wait(futures, _LOOK)
 
 
 def _here() -> tuple[tuple[str, int], Site]:

@@ -33,7 +33,8 @@ _FREE_WITHIN = 60.0
 _one_call = threading.Lock()
 """Held while this process is a rank: its place is in its environment, and a call that was given up may still run."""
 _rank_thread = 0
-"""The thread that holds it."""
+"""The thread that holds it, while it may be interrupted; changed under `_guard`."""
+_guard = threading.Lock()
 
 
 class Site(NamedTuple):
@@ -129,13 +130,16 @@ def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
             f"earlier call, whose function has not returned for {_FREE_WITHIN:g} s: start the process anew"
         )
     global _rank_thread
-    _rank_thread = threading.get_ident()
     try:
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
+        _rank_thread = threading.get_ident()
         try:
             yield
         finally:
+            with _guard:
+                _raise_in(_rank_thread, None)
+                _rank_thread = 0
             runtime.shutdown()
             for name, text in before.items():
                 if text is None:
@@ -148,14 +152,20 @@ def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
 
 def give_up(key: str, why: str) -> None:
     """Have a call end that runs in another thread of this process, if it is of the job with this key: its collectives
-    raise, and so does `init`. What only computes goes on."""
-    if not _one_call.locked() or os.environ.get("COLLECTIVES_KEY") != key:
-        return
-    if runtime.is_initialized():
-        runtime.world().fail(why)
-    else:
-        raised = ctypes.py_object(RankFailedError)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(_rank_thread), raised)
+    raise; so does `init`, and before it the function itself, when it returns from C."""
+    with _guard:
+        if not _rank_thread or os.environ.get("COLLECTIVES_KEY") != key:
+            return
+        if runtime.is_initialized():
+            runtime.world().fail(why)
+        else:
+            _raise_in(_rank_thread, RankFailedError)
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raise an error in another thread; None: take back one that it has not met yet."""
+    raised = ctypes.py_object(error) if error is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 def call(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Outcome:

@@ -27,6 +27,7 @@ LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 _PREFIX = "COLLECTIVES_"
 _INTERNAL = (
     "COLLECTIVES_RECORDS",
+    "COLLECTIVES_STATUS",
     "COLLECTIVES_TEST_",
     "COLLECTIVES_CHECK_",
     "COLLECTIVES_CLUSTER",

@@ -28,6 +28,7 @@ from collectives.engine.overlaps import InFlight
 from collectives.engine.progress import Progress
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.rows import GatheredRows, Rows
+from collectives.engine.stall import Wait
 from collectives.engine.submissions import WITHOUT_HANDLE, Submissions
 from collectives.engine.tasks import OneTensor
 from collectives.tensors.arrays import View, view
@@ -324,6 +325,14 @@ class Engine:
         counted = self.context.statistics.copy()
         counted.count_alone(self._solos, self._solo_bytes)
         return counted
+
+    def oldest(self) -> Wait | None:
+        """The operation of this rank that has been in flight for longest; any thread may ask."""
+        handles = [handle for handle in (*self._pending.values(), *self._inbox) if not handle.done]
+        if not handles:
+            return None
+        handle = min(handles, key=lambda handle: handle.submitted)
+        return Wait(handle.title, handle.where, handle.submitted, self._coordinator.missing(handle))
 
     # ---- the end
 

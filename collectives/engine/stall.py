@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from collectives.base.errors import CollectiveTimeoutError
 from collectives.base.logging import logger
@@ -20,6 +21,16 @@ from collectives.engine.handles import Handle
 
 _WAITS = ("wait", "join", "_wait_for_tstate_lock", "_shutdown")
 """The functions of `threading` in which a thread waits for another."""
+
+
+class Wait(NamedTuple):
+    """What a rank waits for: in words, where the program asked for it, since when on the monotonic clock, and the ranks
+    that are known to be missing; as far as it is known."""
+
+    what: str
+    where: str
+    since: float | None
+    ranks: list[int]
 
 
 def parked(threads: Iterable[threading.Thread]) -> set[threading.Thread]:

@@ -16,7 +16,16 @@ from pathlib import Path
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError
-from collectives.launch import config_file, elastic_options, job, kubernetes, node, rank_environment, report
+from collectives.launch import (
+    config_file,
+    elastic_options,
+    job,
+    kubernetes,
+    node,
+    rank_environment,
+    report,
+    status_server,
+)
 from collectives.launch import rank as before_rank
 from collectives.launch.agent import free_port
 from collectives.launch.agents import Agents
@@ -28,6 +37,7 @@ from collectives.launch.hosts import Host, allotted, parse_hosts, ranks_of_each,
 from collectives.launch.mpirun import Launcher, MpiRanks, Vendor, build, find, with_tools
 from collectives.launch.output import Output
 from collectives.launch.ssh import Ssh, address_for, is_here
+from collectives.launch.status import Statuses
 
 _HOROVOD = Path(__file__).parents[1] / "horovod" / "site"
 """The folder from which a rank imports ``horovod``; see `collectives.horovod`."""
@@ -142,9 +152,8 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         print(f"collectivesrun: {launcher or f'without MPI: {shlex.join(program)}'}", file=sys.stderr, flush=True)
     if launcher is None:
         environment = rank_environment.of_no_process(environment)
-        if ranks == 1 and not (
-            elastic or hosts or options.node or trace or options.output_filename or options.as_horovod
-        ):
+        asked = trace or options.output_filename or options.as_horovod or options.status_port is not None
+        if ranks == 1 and not (elastic or hosts or options.node or asked):
             os.execvpe(program[0], program, environment)
     if elastic:
         code = _start_elastic(options, ranks, hosts, program, environment, config)
@@ -280,9 +289,11 @@ def _start(
     if options.node:
         meeting = node.meeting(options.node, ranks, os.environ)
         own = options.node.ranks(ranks)
-        return job.run(node.NodeRanks(own, ranks, meeting, words, environment, config, remote), shown)
+        shown.statuses = Statuses(0)  # of this host's ranks
+        own_ranks = node.NodeRanks(own, ranks, meeting, words, environment, config, remote)
+        return _watched(options, program, own_ranks, shown)
     if launcher is None:
-        return job.run(Agents(_places(ranks, hosts), words, environment, config, remote), shown)
+        return _watched(options, program, Agents(_places(ranks, hosts), words, environment, config, remote), shown)
     environment = with_tools(launcher.path, environment)
     if ranks > 1:
         environment = {**_torchs_address(hosts, config, remote), **environment}
@@ -300,7 +311,7 @@ def _start(
     )
     if options.verbose:
         print(f"collectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
-    return job.run(MpiRanks(command, environment), shown)
+    return _watched(options, program, MpiRanks(command, environment), shown)
 
 
 def _start_elastic(
@@ -326,7 +337,17 @@ def _start_elastic(
         event_files=options.elastic_events or (),
         as_horovod=options.as_horovod,
     )
-    return job.run(members, shown)
+    shown.statuses = Statuses(0)
+    return _watched(options, program, members, shown)
+
+
+def _watched(options: argparse.Namespace, program: Sequence[str], ranks: job.Ranks, shown: Output) -> int:
+    """Run a job while `collectives status` and, if so asked, browsers can see what its ranks do."""
+    command = shlex.join(program)
+    with status_server.serve(lambda: shown.statuses.snapshot(command), options.status_port) as address:
+        if address:
+            print(f"collectivesrun: status at {address}", file=sys.stderr, flush=True)
+        return job.run(ranks, shown)
 
 
 def _torchs_address(hosts: Sequence[Host], config: Config, remote: Ssh) -> dict[str, str]:

@@ -66,6 +66,7 @@ def _type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 _port = _type(partial(parsed, config.parser(int, "a port, from 1 to 65535", lambda port: 1 <= port <= 65535)))
 _size = _type(partial(parsed, config.parse_bytes, expected="a number of bytes such as 4096 or 64M"))
+_port_or_any = _type(partial(parsed, config.parser(int, "a port, or 0", lambda port: 0 <= port <= 65535)))
 _path = _type(partial(parsed, nonempty))
 _seconds = _type(
     partial(parsed, config.parser(float, "a positive number of seconds", lambda seconds: 0 < seconds < float("inf")))
@@ -130,6 +131,10 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     this_node.help = (
         "start the ranks of host K of N here, counted from 0; each of the hosts runs this command, with "
         "COLLECTIVES_RENDEZVOUS and COLLECTIVES_KEY"
+    )
+    status_port = parser.add_argument("--status-port", metavar="PORT", type=_port_or_any)
+    status_port.help = (
+        "show what the ranks do, and who is late, on a page for browsers of this host; 0: at any free port"
     )
     parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
     sizes = parser.add_argument("--size", metavar="SIZE", dest="sizes", action="append", type=_size)

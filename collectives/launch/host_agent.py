@@ -14,8 +14,8 @@ from typing import IO
 
 from collectives.launch import agent, ssh
 from collectives.launch.agent import MARK
-from collectives.launch.output import listed
 from collectives.launch.records import Record
+from collectives.launch.status import listed
 
 _PATIENT_AGENT = 3
 """Silence of the launcher after which an agent elsewhere ends its ranks, in multiples of ``peer_timeout``."""

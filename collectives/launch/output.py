@@ -2,6 +2,7 @@
 
     launchers' output -> frames -> a rank's stdout, stderr    shown, tagged with the rank
                                 -> a rank's records           collected, to find the first failure
+                                -> a rank's status            kept, for `collectives status`
                       -> anything else                        the launchers' own messages
 
 A launcher is an MPI's, or the agent of one host.
@@ -23,8 +24,9 @@ from collections.abc import Sequence
 from collectives.launch.rank import MARK
 from collectives.launch.records import ABORT_NOTICE, Record, Records
 from collectives.launch.screen import Screen, Stream, Tags, Terminal, size
+from collectives.launch.status import Statuses, listed
 
-_FRAME = re.compile(rb"(.*?)" + MARK + rb"(\d+)([oerx])(.*)", re.DOTALL)
+_FRAME = re.compile(rb"(.*?)" + MARK + rb"(\d+)([oerxs])(.*)", re.DOTALL)
 _TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):", re.MULTILINE)
 _CONSEQUENCE = re.compile(rb"^collectives\.(RankFailedError|CollectiveTimeoutError)\b", re.MULTILINE)
 _PREFIX = re.compile(rb"(?:\w+ \w+ +\d+ [\d:]+ \d+)?(?:\[[^]]*\])+(?:<std\w+>)?:? ?")
@@ -45,6 +47,7 @@ class Output:
 
     def __init__(self, ranks: int, *, tag: bool = True, verbose: bool = False, targets: Sequence[int] = (1, 2)) -> None:
         self.records = Records()
+        self.statuses = Statuses(ranks)
         self.interrupted = False
         """Whether this process ends the job, so that the launcher's messages are dropped."""
         self._tags, self._verbose = Tags(ranks, tag), verbose
@@ -216,6 +219,9 @@ class Output:
         self._words.clear()
 
     def _take(self, rank: int, kind: bytes, data: bytes) -> None:
+        if kind == b"s":
+            self.statuses.add(rank, data)
+            return
         if kind in b"rx":
             record = self.records.add(rank, data, inside=kind == b"r")
             if record is not None and rank in self._held and rank not in self._withheld:
@@ -269,9 +275,3 @@ def _same(one: int, other: int) -> bool:
     with contextlib.suppress(OSError):
         return os.path.sameopenfile(one, other)
     return False
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Return ranks in words: ``ranks 0, 1, 2``."""
-    numbers = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"

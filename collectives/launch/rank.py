@@ -13,6 +13,7 @@ the rank, one letter, the bytes with DLE and line feed escaped, and a line feed:
     o, e    the rank's stdout and stderr
     r       the record that ``collectives.worlds.exit_hooks`` writes when the rank fails, a line of JSON
     x       a failure seen from outside (an exception before ``init()``, ``os._exit``, ``kill -9``), a line of JSON
+    s       what ``collectives.worlds.status`` says twice a second of what the rank does, lines of JSON
 
 The rank's stdout and stderr are pseudo-terminals if the launcher's own are terminals, for progress bars and colours.
 Signals are forwarded, and the rank is killed if the launcher dies, or on SIGQUIT, with the processes that it has
@@ -52,6 +53,8 @@ _TORCHS_PLACE = "COLLECTIVES_TORCHS_PLACE"
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 RECORDS = "COLLECTIVES_RECORDS"
 """The variable with the path to which the rank writes its record, as in ``collectives.worlds.exit_hooks``."""
+STATUS = "COLLECTIVES_STATUS"
+"""The variable with the path of the pipe for what the rank does; 0: it is not to say it."""
 MARK = b"\x10"
 _FRAME = 4096
 """Maximum bytes of a frame: writes to a pipe are atomic up to PIPE_BUF, so a launcher never reads half a frame."""
@@ -116,7 +119,14 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
     copies = {b"o": _Copy(rank, folder, "stdout"), b"e": _Copy(rank, folder, "stderr")} if output else {}
     records = _Records(rank)
     os.environ[RECORDS] = records.path
+    statuses = -1
+    if sys.platform == "linux" and os.environ.get(STATUS) != "0":
+        statuses, sink = os.pipe()
+        os.set_blocking(statuses, False)
+        os.environ[STATUS] = f"/proc/{os.getpid()}/fd/{sink}"
     child, sources = _start(command, terminal.split())
+    if statuses >= 0:
+        sources[statuses] = b"s"
     if records.source >= 0:
         sources[records.source] = b"r"
     for number in PASSED_ON:

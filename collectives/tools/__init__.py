@@ -7,4 +7,5 @@ command      the program: its table of commands, each a module that is imported 
 bench        time, bandwidth and correctness of a collective over sizes
 demo         a bandwidth table and a data-parallel training on this machine
 plan         what would be chosen for a number of ranks
+status       what the ranks of a running job do, and who is late
 """

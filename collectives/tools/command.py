@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": ("collectives.tools.plan", "what would be chosen for N ranks: algorithms, transports, block sizes"),
     "doctor": ("collectives.launch.doctor", "what is wrong or slow on hosts, and what to do: collectivesrun --doctor"),
     "report": ("collectives.launch.timeline_report", "a timeline as an HTML page or as text"),
+    "status": ("collectives.tools.status", "what the ranks of a running job do, and who waits for whom"),
 }
 """By command: the module whose ``main(arguments) -> int`` it is, and a line of help."""
 

@@ -26,7 +26,7 @@ from collectives.engine.messages.matching import ANY_SOURCE
 from collectives.transport.stores.rendezvous import Asked
 from collectives.transport.stores.rendezvous import asked as check_asked
 from collectives.transport.threads import thread_groups
-from collectives.worlds import connect, elastic_environment, elastic_jobs, succession, summary
+from collectives.worlds import connect, elastic_environment, elastic_jobs, status, succession, summary
 from collectives.worlds.exit_hooks import RECORDS, Hooks
 from collectives.worlds.known_sets import KnownSets
 from collectives.worlds.process_sets import ProcessSet
@@ -53,6 +53,7 @@ class DefaultWorld:
         comm: as given to `init`.
         job: this process's part in an elastic job; None: its job is not elastic.
         was_shut_down: for the message of calls without a world.
+        status: the thread that says where this rank is, for a launcher that asks for it.
         interrupted: whether `init` was left by an exception of another origin, so that the other ranks may wait in it.
     """
 
@@ -67,6 +68,7 @@ class DefaultWorld:
         self.comm: Any = None
         self.job: elastic_jobs.Job | None = None
         self.was_shut_down = False
+        self.status: threading.Thread | None = None
         self.interrupted = False
 
     @contextmanager
@@ -186,6 +188,9 @@ def init(
         several = default.job is not None or launchers.mpi_may_join(os.environ) or launchers.several(os.environ)
         if "mpi4py.MPI" in sys.modules or several or asked.explicit:
             _watch_exit()  # the others must not wait for a rank that fails for an invalid setting
+        path = os.environ.get(status.VARIABLE, "0")
+        if path != "0" and default.status is None:
+            default.status = status.start(path, _present)
         goes_on = default.job is not None and default.job.generation > 0
         config = Config.from_environment()
         logging.configure(config.log_level)
@@ -232,6 +237,11 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Ask
         raise
     default.interrupted = False
     return world
+
+
+def _present() -> tuple[World | None, int | None]:
+    """The default world and the generation of an elastic job, for the thread that says where this rank is."""
+    return default.world, None if default.job is None else default.job.generation
 
 
 def _is_newcomer() -> bool:

@@ -40,6 +40,7 @@ from collectives.engine.host_requests import HostRequestCache, NativeTransport
 from collectives.engine.messages.transfers import Transfers
 from collectives.engine.overlaps import InFlight
 from collectives.engine.requests import HandleFactory
+from collectives.engine.stall import Wait
 from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
 from collectives.plan.planner import Placement, Planner
@@ -340,6 +341,17 @@ class World(_Parts):
             world._context.timeline = recorder
             world._engine.set_obstacle("timeline")
             world._engine.mark_cycles(mark_cycles)
+
+    def waits(self) -> list[Wait]:
+        """What this rank waits for, in this world and its process sets; any thread may ask."""
+        worlds = (self, *self._children)
+        waits = [found for world in worlds for found in (world._engine.oldest(), world._transfers.awaited())]
+        return [wait for wait in waits if wait is not None]
+
+    @property
+    def operations_done(self) -> int:
+        """The operations that this rank has carried out, in this world and its process sets."""
+        return sum(world.statistics.tensors for world in (self, *self._children))
 
     # ---- the end
 

@@ -31,6 +31,7 @@ from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle, Result
 from collectives.engine.messages.delivery import Delivery
 from collectives.engine.messages.matching import Posted
+from collectives.engine.stall import Wait
 from collectives.tensors.result_pool import ResultPool
 from collectives.transport import backoff
 from collectives.transport.backoff import YIELDS, Backoff
@@ -154,8 +155,8 @@ class Transfers:
         self._control = group.control
         self._engine = engine
         self._timeout = timeout
-        self._waiting = 0
-        """Threads that wait, and therefore advance the endpoint."""
+        self._awaited: list[Outgoing | Posted] = []
+        """What threads wait for, which therefore advance the endpoint."""
         self._work = WakeUp()
         self._thread: threading.Thread | None = None
 
@@ -250,7 +251,7 @@ class Transfers:
     def _wait_for(self, transfer: Outgoing | Posted, timeout: float | None) -> None:
         delivery = self.delivery
         advance, relax = delivery.advance, self._control.relax
-        self._waiting += 1
+        self._awaited.append(transfer)
         try:
             if isinstance(transfer, Outgoing):
                 delivery.confirm(transfer)
@@ -281,9 +282,16 @@ class Transfers:
                     self._time_out(transfer)
                 pause.nap(until=deadline)
         finally:
-            self._waiting -= 1
+            self._awaited.remove(transfer)
             if not delivery.idle():
                 self.in_background()
+
+    def awaited(self) -> Wait | None:
+        """A transfer that a thread of this rank waits for; any thread may ask."""
+        for transfer in list(self._awaited):
+            peer = transfer.peer if isinstance(transfer, Outgoing) else transfer.source
+            return Wait(self.delivery.describe(transfer), "", None, [self._names[peer]] if peer >= 0 else [])
+        return None
 
     def _inspect(self, transfer: Outgoing | Posted) -> None:
         """Fail a transfer if the world has ended, a rank has failed, or the ranks that it needs have left."""
@@ -342,7 +350,7 @@ class Transfers:
 
     def look(self, deep: bool) -> None:
         """Advance, unless a thread that waits does; with ``deep`` also look at the other ranks' states."""
-        if self._waiting:
+        if self._awaited:
             return
         delivery = self.delivery
         try:

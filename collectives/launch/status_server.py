@@ -1,0 +1,190 @@
+"""The launcher's side of `collectives status`, and its page: who asks is told what the ranks do.
+
+    a socket in the user's folder    for `collectives status`; connecting is asking, and the answer is one text of JSON
+    a port of the loopback device    for browsers (``--status-port``); the address holds a token
+
+The folder is the user's alone. The page takes requests to the loopback device's own names only, so that no site can
+have a browser ask under another name; and it answers nothing to who does not know the token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import socketserver
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from collectives.base.errors import InvalidArgumentError
+from collectives.base.logging import logger
+
+_PATIENCE = 5.0
+"""Seconds within which a client must have asked, and read the answer."""
+_PAGE = Path(__file__).with_name("status_page.html")
+Snapshot = Callable[[], dict[str, Any]]
+
+
+def folder() -> Path:
+    """Return the folder with the sockets of this user's jobs on this host, each named by the launcher's pid."""
+    return Path(f"/tmp/collectives-{os.getuid()}")
+
+
+@contextlib.contextmanager
+def serve(snapshot: Snapshot, port: int | None = None) -> Iterator[str]:
+    """Serve what ``snapshot`` returns during the body, which gets the page's address.
+
+    Args:
+        port: of the page, 0: any; None: there is no page, and the address is empty.
+
+    Raises:
+        InvalidArgumentError: the port cannot be had.
+    """
+    address = ""
+    with contextlib.ExitStack() as stack:
+        try:
+            path = _own_folder() / str(os.getpid())
+            path.unlink(missing_ok=True)
+            local = _LocalServer(str(path), snapshot)
+            stack.callback(path.unlink, missing_ok=True)
+            stack.enter_context(_running(local))
+        except OSError as error:
+            logger.info("`collectives status` cannot find this job: %s", error)
+        if port is not None:
+            try:
+                page = _PageServer(port, snapshot)
+            except OSError as error:
+                raise InvalidArgumentError(
+                    f"--status-port {port}: {error.strerror}; take another one, or 0 for any"
+                ) from None
+            stack.enter_context(_running(page))
+            address = f"http://127.0.0.1:{page.server_port}/{page.token}/"
+        yield address
+
+
+def ask(pid: int) -> dict[str, Any]:
+    """Return what the launcher with this number shows. OSError: there is none."""
+    with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(ValueError):
+        connection.settimeout(_PATIENCE)
+        connection.connect(str(_own_folder() / str(pid)))
+        with connection.makefile("rb") as answer:
+            return dict(json.loads(answer.read()))
+    raise ConnectionResetError("the job is ending")
+
+
+def jobs() -> list[int]:
+    """Return the launchers of this user on this host that answer; forgets those that were killed."""
+    answering = []
+    for path in sorted(_own_folder().iterdir()):
+        try:
+            ask(int(path.name))
+            answering.append(int(path.name))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except (OSError, ValueError):
+            continue
+    return answering
+
+
+def _own_folder() -> Path:
+    """Return `folder`, made where it is missing. PermissionError: it is not the user's alone."""
+    path = folder()
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError(f"{path} is not a folder of this user alone")
+    return path
+
+
+@contextlib.contextmanager
+def _running(server: socketserver.BaseServer) -> Iterator[None]:
+    """Have a thread serve during the body."""
+    ends = threading.Event()
+
+    def loop() -> None:
+        while not ends.is_set():
+            server.handle_request()
+
+    thread = threading.Thread(target=loop, name="collectives status page", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        with contextlib.suppress(OSError):
+            server.socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]  # wakes the thread
+        thread.join(_PATIENCE)
+        server.server_close()
+
+
+class _LocalServer(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+
+    def __init__(self, path: str, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        super().__init__(path, _LocalHandler)
+
+
+class _LocalHandler(socketserver.BaseRequestHandler):
+    server: _LocalServer
+
+    def handle(self) -> None:
+        self.request.settimeout(_PATIENCE)
+        with contextlib.suppress(OSError):
+            self.request.sendall(json.dumps(self.server.snapshot()).encode())
+
+
+class _PageServer(ThreadingHTTPServer):
+    allow_reuse_address = True
+
+    def __init__(self, port: int, snapshot: Snapshot) -> None:
+        self.snapshot, self.token = snapshot, secrets.token_urlsafe(16)
+        super().__init__(("127.0.0.1", port), _PageHandler)
+
+    def server_bind(self) -> None:
+        """Bind without asking the network for this host's name, which may take seconds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of browsers that hang up."""
+
+
+class _PageHandler(BaseHTTPRequestHandler):
+    server: _PageServer
+    timeout = _PATIENCE
+
+    def do_GET(self) -> None:
+        """Answer a browser."""
+        port = self.server.server_port
+        _, token, *rest = f"{self.path.partition('?')[0]}/".split("/", 2)
+        if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            self._answer(403, "text/plain", b"ask for 127.0.0.1\n")
+        elif not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            self._answer(404, "text/plain", b"the address that collectivesrun has printed is another one\n")
+        elif rest == ["status.json/"]:
+            self._answer(200, "application/json", json.dumps(self.server.snapshot()).encode())
+        elif rest == ["/"] and self.path.endswith("/"):
+            self._answer(200, "text/html; charset=utf-8", _PAGE.read_bytes())
+        else:
+            self._answer(404, "text/plain", b"there is only the page and status.json\n")
+
+    def _answer(self, code: int, kind: str, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Print nothing into the ranks' output."""

@@ -1,0 +1,69 @@
+"""``collectives status [JOB]``: what the ranks of a running job do, and who waits for whom."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from collectives.launch import status_server
+
+_COLUMNS = ("rank", "host", "generation", "operations", "per second", "what it does")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the status of a job that ``collectivesrun`` runs on this host, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="collectives status",
+        description="Show what the ranks of a running job do, and who waits for whom, at which line.",
+        epilog="On other hosts: ssh HOST collectives status. As a page for browsers: collectivesrun --status-port.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("job", metavar="JOB", nargs="?", type=int, help="the process id of its collectivesrun")
+    parser.add_argument("--json", action="store_true", help="print the data instead of a table")
+    options = parser.parse_args(arguments)
+    try:
+        running = status_server.jobs() if options.job is None else [options.job]
+        if len(running) != 1:
+            found = "\n".join(f"  {pid}  {status_server.ask(pid)['job']['command']}" for pid in running)
+            print(
+                f"collectives status: which job?\n{found}" if running else "collectives status: no job runs here",
+                file=sys.stderr,
+            )
+            return 1
+        shown = status_server.ask(running[0])
+    except OSError as error:
+        named = "" if options.job is None else f" {options.job}"
+        print(
+            f"collectives status: no answer from a collectivesrun{named} of this user on this host ({error})",
+            file=sys.stderr,
+        )
+        return 1
+    print(json.dumps(shown, indent=2) if options.json else in_words(shown))
+    return 0
+
+
+def in_words(shown: Mapping[str, Any]) -> str:
+    """Return a snapshot of `collectives.launch.status.Statuses` as text."""
+    job = shown["job"]
+    rows = [_COLUMNS, *(_row(rank) for rank in shown["ranks"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
+    table = [
+        "  ".join([*(text.rjust(width) for text, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]
+    late = ["", *shown["late"]] if shown["late"] else []
+    return "\n".join(
+        [f"{job['command']} (process {job['pid']} on {job['host']}, {job['seconds']:.0f} s)", *table, *late]
+    )
+
+
+def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
+    texts = [rank.get(key) for key in ("rank", "host", "generation", "operations")]
+    rate = f"{rank['rate']:.1f}" if "rate" in rank else ""
+    return (*("" if text is None else str(text) for text in texts), rate, rank["does"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -189,7 +189,7 @@ def test_an_interrupt_at_any_moment_of_a_message(
             assert not [message for message in endpoint.moving if not message.done]
             assert not delivery.matching._posted.of and not delivery.unfinished
             assert not transfers.in_flight.operations
-        assert not delivery._lock._is_owned() and not delivery._inside and not transfers._waiting
+        assert not delivery._lock._is_owned() and not delivery._inside and not transfers._awaited
     assert went_on and at > 20
 
 

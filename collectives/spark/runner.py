@@ -1,0 +1,120 @@
+"""`run`: the tasks of a barrier stage are ranks."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from pyspark import BarrierTaskContext, cloudpickle
+
+from collectives.base.errors import InvalidArgumentError
+from collectives.launch import hosted_ranks
+from collectives.launch.hosted_ranks import Outcome, Site
+from collectives.spark.jobs import Job, active_context, number_of_ranks, start_within, variables_of
+
+_WITHOUT_EFFECT = {"use_mpi", "use_gloo", "extra_mpi_args", "verbose", "prefix_output_with_timestamp"}
+
+_AFTER_FAILURE = 10.0
+"""Seconds for which the other ranks of one that has failed may still say how they fared."""
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    *,
+    env: Mapping[str, Any] | None = None,
+    nics: Collection[str] | None = None,
+    **horovods: Any,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` in Spark tasks that are ranks, all at the same time.
+
+    The function calls `collectives.init` itself. The ranks of a host follow each other. What they print is in the
+    executors' logs.
+
+    Args:
+        fn: anything that cloudpickle can pickle.
+        args, kwargs: its arguments, the same on every rank.
+        num_proc: the number of ranks; by default Spark's default parallelism.
+        start_timeout: seconds within which Spark has to start the tasks; by default those of
+            ``HOROVOD_SPARK_START_TIMEOUT``, or 600.
+        env: further variables of the ranks.
+        nics: network interfaces, of which each host uses one.
+        horovods: Horovod's options ``use_mpi``, ``use_gloo``, ``extra_mpi_args``, ``verbose`` and
+            ``prefix_output_with_timestamp`` have no effect.
+
+    Returns:
+        The function's results, by rank.
+
+    Raises:
+        RankFailedError: a rank has raised, and the text has its traceback; or an executor or a Python worker is lost.
+            The other ranks have been ended. Spark does not try again.
+        CollectiveTimeoutError: Spark had no room for so many tasks within ``start_timeout``.
+        InvalidArgumentError: an unknown argument, or ``num_proc`` is below 1.
+        NotInitializedError: there is no SparkContext.
+
+    Example:
+        def mean_rank():
+            collectives.init()
+            return float(collectives.allreduce(numpy.array([collectives.rank()], "f8"), average=True)[0])
+
+        collectives.spark.run(mean_rank, num_proc=2)      # [0.5, 0.5]
+    """
+    what = "collectives.spark.run"
+    check_options(what, horovods)
+    context = active_context(what)
+    number = number_of_ranks(what, context, num_proc)
+    task = _Task(fn, tuple(args), dict(kwargs or {}), variables_of(env, nics))
+    stage = context.parallelize(range(number), number).barrier().mapPartitions(task)
+    job = Job(context, what, number, stage.collect, start_within(start_timeout))
+    try:
+        outcomes: dict[int, Outcome] = dict(job.yielded())
+    finally:
+        job.cancel()
+    pickled = hosted_ranks.results([outcomes[rank] for rank in range(number)], what)
+    return [cloudpickle.loads(data) for data in pickled]
+
+
+def check_options(what: str, options: Mapping[str, Any]) -> None:
+    """InvalidArgumentError: some options of Horovod's are not supported."""
+    for name, value in options.items():
+        if name not in _WITHOUT_EFFECT and value is not None:
+            raise InvalidArgumentError(
+                f"{what}: {name}: there is no such argument; expected fn, args, kwargs, num_proc, start_timeout, env, "
+                "nics and others that its documentation names"
+            )
+
+
+class _Task:
+    """What each task does."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, variables: Mapping[str, str]) -> None:
+        self._function, self._args, self._kwargs, self._variables = function, args, kwargs, variables
+
+    def __call__(self, _: Iterator[int]) -> Iterator[tuple[int, Outcome]]:
+        context = BarrierTaskContext.get()
+        number = context.partitionId()
+        address = context.getTaskInfos()[number].address.rpartition(":")[0]
+        with hosted_ranks.as_rank(self._variables):  # which may name a network interface
+            site = hosted_ranks.here(address)
+        said = context.allGather(json.dumps(site))
+        sites = [Site(host, name, at, tuple(ports)) for host, name, at, ports in map(json.loads, said)]
+        arranged = context.allGather(json.dumps(hosted_ranks.arrange(sites)) if number == 0 else "")[0]
+        place = json.loads(arranged)[number]
+        with hosted_ranks.as_rank({**self._variables, **place}):
+            outcome = hosted_ranks.call(self._pickled)
+        all_done = threading.Thread(target=context.barrier, daemon=True)
+        all_done.start()
+        is_culprit = outcome.failure is not None and not outcome.failure.consequence
+        all_done.join(_AFTER_FAILURE if is_culprit else None)
+        if all_done.is_alive():
+            hosted_ranks.results([outcome], "collectives.spark.run")  # raises, and Spark ends the other tasks
+        yield int(place["COLLECTIVES_RANK"]), outcome
+
+    def _pickled(self) -> bytes:
+        data: bytes = cloudpickle.dumps(self._function(*self._args, **self._kwargs))
+        return data

@@ -21,7 +21,8 @@ from collectives.launch import rank as before_rank
 from collectives.launch.api import EVENTS, of_elastic_job, pickled, search_path
 from collectives.launch.elastic_terms import Rules
 from collectives.launch.output import Output
-from collectives.ray.nodes import Hosts, Members, Remote, Slot
+from collectives.launch.relayed import RelayedAgents
+from collectives.ray.nodes import Hosts, Remote, Slot
 
 _WIDTH = 4
 _OURS = ("COLLECTIVES_", "HOROVOD_")
@@ -187,7 +188,7 @@ class _Launcher:
             config = Config.from_environment(environment)
             remote = Remote(timeout=timeout, folder=folder, call=call, slot=slot)
             program = [sys.executable, "-m", "collectives.launch.run_function", folder]
-            members = Members(
+            members = RelayedAgents(
                 rules,
                 discovery,
                 before_rank.pack(["", str(_WIDTH), "", "", *program]),

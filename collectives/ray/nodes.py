@@ -1,14 +1,10 @@
 """The nodes of a Ray cluster as the hosts of an elastic job: which there are, and agents on them.
 
-launcher -> relay.py = sockets = agent.py, a child of the actor that holds the node's resources -> rank.py -> python
+An agent is a child of the actor that holds the node's resources; see `collectives.launch.relayed`.
 """
 
 from __future__ import annotations
 
-import secrets
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,15 +15,12 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from collectives.launch import agent, ssh
+from collectives.launch import relayed, ssh
 from collectives.launch.api import CALL
 from collectives.launch.discovery import Found
-from collectives.launch.elastic_agents import ElasticAgents
 from collectives.launch.hosts import Host
-from collectives.ray import relay
 
 _COLLECT_WITHIN = 30.0
-_CONNECT_WITHIN = 10.0
 
 
 @dataclass(frozen=True)
@@ -78,21 +71,7 @@ class Node:
 
     def run(self, address: str, port: int, key: str) -> None:
         """Run an agent whose standard streams are connections to the relay; returns when it has ended."""
-        streams = {}
-        for name in ("orders", "words"):
-            streams[name] = socket.create_connection((address, port), _CONNECT_WITHIN)
-            streams[name].settimeout(None)
-            streams[name].sendall(f"{key} {name}\n".encode())
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", agent.__file__],
-            stdin=streams["orders"].fileno(),
-            stdout=streams["orders"].fileno(),
-            stderr=streams["words"].fileno(),
-            start_new_session=True,
-        )
-        for stream in streams.values():
-            stream.close()
-        process.wait()
+        relayed.start_agent(address, port, key).wait()
 
     def files(self) -> dict[str, bytes]:
         """What the ranks have left in the folder."""
@@ -125,12 +104,10 @@ class Remote(ssh.Ssh):
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )
         self.nodes[host] = handle = actor.remote(self.folder, self.call)
-        address, port, key = ray.util.get_node_ip_address(), agent.free_port(), secrets.token_hex(32)
-        path = Path(self.folder, f"relay-{port}")
-        path.touch(mode=0o600)
-        path.write_text(f"{address} {port} {key} {self.timeout:g}", encoding="ascii")
+        address = ray.util.get_node_ip_address()
+        port, key, command = relayed.make_relay(self.folder, address, self.timeout)
         handle.run.remote(address, port, key)
-        return [sys.executable, "-I", "-S", relay.__file__, str(path)]
+        return command
 
     def address(self, host: str) -> str:
         """The address of a node."""
@@ -146,10 +123,3 @@ class Remote(ssh.Ssh):
                     Path(self.folder, name).write_bytes(data)
         for actor in self.nodes.values():
             ray.kill(actor)
-
-
-class Members(ElasticAgents):
-    """The members of a job on the nodes; an agent of the launcher's own node is reached as all others are."""
-
-    def _name_elsewhere(self, host: str) -> str:
-        return host

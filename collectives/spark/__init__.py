@@ -14,6 +14,7 @@ try:
 except ImportError:
     raise MissingDependencyError("collectives.spark needs Spark: pip install pyspark") from None
 
+from collectives.spark.elastic import run_elastic as run_elastic
 from collectives.spark.runner import run as run
 
-__all__ = ["run"]
+__all__ = ["run", "run_elastic"]

@@ -61,10 +61,10 @@ class Job:
         self._has_begun = self._has_begun or self._runs()
         if not self._has_begun and time.monotonic() > self._end:
             raise CollectiveTimeoutError(
-                f"{self._what}: Spark has not started {self._tasks} tasks at the same time within {self._timeout:g} s. "
-                f"It has {self._context.defaultParallelism} slots by spark.default.parallelism, each of "
-                f"{self._context.getConf().get('spark.task.cpus', '1')} CPUs; other jobs may hold some. Ask for fewer "
-                "by num_proc, add executors, or raise start_timeout"
+                f"{self._what}: Spark has started none of {self._tasks} tasks within {self._timeout:g} s; those of a "
+                f"barrier stage start together. There are {self._context.defaultParallelism} slots by "
+                f"spark.default.parallelism, of {self._context.getConf().get('spark.task.cpus', '1')} CPUs each; other "
+                "jobs may hold some. Ask for fewer by num_proc, add executors, or raise start_timeout"
             )
         return False
 
@@ -107,9 +107,8 @@ def number_of_ranks(what: str, context: SparkContext, num_proc: int | None) -> i
 
 def start_within(start_timeout: float | None) -> float:
     """Seconds within which tasks have to start."""
-    return float(
-        os.environ.get("HOROVOD_SPARK_START_TIMEOUT", _START_WITHIN) if start_timeout is None else start_timeout
-    )
+    default = os.environ.get("HOROVOD_SPARK_START_TIMEOUT", _START_WITHIN)
+    return float(default if start_timeout is None else start_timeout)
 
 
 def variables_of(env: Mapping[str, Any] | None, nics: Collection[str] | None) -> dict[str, str]:

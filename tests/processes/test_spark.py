@@ -76,7 +76,7 @@ def test_a_python_worker_that_is_killed_ends_the_call(spark: Any) -> None:
 
 
 def test_what_cannot_be_run_is_said(spark: Any) -> None:
-    with pytest.raises(CollectiveTimeoutError, match=r"not started 5 tasks at the same time within 1 s.* 3 slots"):
+    with pytest.raises(CollectiveTimeoutError, match=r"started none of 5 tasks within 1 s.* 3 slots"):
         collectives.spark.run(meet, num_proc=5, start_timeout=1)
     with pytest.raises(InvalidArgumentError, match="num_proc=0: expected at least 1"):
         collectives.spark.run(meet, num_proc=0)
@@ -94,3 +94,30 @@ def test_a_rank_that_raises_ends_others_that_compute(spark: Any) -> None:
 
     with pytest.raises(RankFailedError, match=r"rank 1 on .* failed: ValueError: as asked"):
         collectives.spark.run(fail_or_compute)
+
+
+def train_elastically(folder: str) -> tuple[int, float, int]:
+    """Trains until a killed rank has been replaced."""
+    collectives.init()
+
+    @collectives.elastic.run
+    def loop(state: Any) -> tuple[int, float, int]:
+        while state.step < 10 or collectives.size() < 2:
+            if os.environ["COLLECTIVES_MEMBER"] == "1" and state.step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.total += float(collectives.allreduce(np.full(1, collectives.rank() + 1.0), average=True)[0])
+            state.step += 1
+            state.commit()
+        return collectives.rank(), state.total, state.step
+
+    return loop(collectives.elastic.ObjectState(step=0, total=0.0))
+
+
+def test_a_killed_rank_of_an_elastic_job_is_replaced(spark: Any) -> None:
+    results = collectives.spark.run_elastic(train_elastically, ("",), num_proc=2, min_num_proc=1, max_num_proc=2)
+    assert [rank for rank, *_ in results] == [0, 1]
+    assert len({(total, steps) for _, total, steps in results}) == 1
+    with pytest.raises(RankFailedError, match=r"run_elastic: .*\n?.*as asked"):
+        collectives.spark.run_elastic(meet, (0, "raise"), num_proc=1)
+    with pytest.raises(InvalidArgumentError, match="expected 1 <= min_num_proc <= max_num_proc, got 3 and 2"):
+        collectives.spark.run_elastic(meet, num_proc=2, min_num_proc=3)

@@ -1,4 +1,4 @@
-"""A child of the launcher that stands for an agent on a node of Ray, and connects the launcher's pipes with it.
+"""A child of the launcher that stands for an agent that another system starts, and connects the launcher's pipes to it.
 
 Its argument is a file with ``ADDRESS PORT KEY SECONDS``: it listens there, and waits so long for the agent's two
 connections, each of which begins with a line ``KEY orders`` (stdin and stdout) or ``KEY words`` (stderr). Like
@@ -25,7 +25,7 @@ def main(path: str) -> int:
         address, port, key, seconds = file.read().split()
     connections = _accept(address, int(port), key, float(seconds))
     if connections is None:
-        os.write(2, f"Ray has not started the process on that node within {seconds} s\n".encode())
+        os.write(2, f"no process has been started on that host within {seconds} s\n".encode())
         return 1
     orders, words = connections["orders"], connections["words"]
     sinks = {orders.fileno(): 1, words.fileno(): 2}

@@ -1,0 +1,163 @@
+"""`run_elastic`: an elastic job on slots that tasks of Spark hold."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from collectives.base.errors import InvalidArgumentError
+from collectives.launch import held_slots
+from collectives.launch.agent import die_with_parent
+from collectives.launch.api import CALL, FAILURE, RESULT, of_elastic_job, pickled, search_path
+from collectives.launch.elastic_terms import Rules
+from collectives.launch.relayed import start_agent
+from collectives.spark.jobs import LOOK, Job, active_context, number_of_ranks, start_within, variables_of
+from collectives.spark.runner import check_options
+
+_OURS = ("COLLECTIVES_", "HOROVOD_")
+_ELASTIC_TIMEOUT = 600.0
+_CONNECT_WITHIN = 10.0
+_END_WITHIN = 10.0
+
+
+def run_elastic(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    *,
+    env: Mapping[str, Any] | None = None,
+    nics: Collection[str] | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    **horovods: Any,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on ranks that may die and be replaced; see docs/elastic.md.
+
+    Spark's tasks hold slots. The ranks are processes of their own there; they are started, and replaced, by the
+    launcher's driver, as for ``collectivesrun --host-discovery-script``. What they print is shown by this program. When
+    executors go or come, and Spark starts tasks again, so do ranks; an executor is a host.
+
+    Args:
+        fn: anything that cloudpickle can pickle. It calls `collectives.init`, and a training function under
+            `collectives.elastic.run`.
+        args, kwargs: its arguments.
+        num_proc: the number of ranks; by default Spark's default parallelism.
+        min_num_proc, max_num_proc: the fewest ranks that the job goes on with, and the most; by default ``num_proc``.
+            ``min_np`` and ``max_np`` are Horovod's earlier names.
+        start_timeout: seconds within which Spark has to start the first task; by default those of
+            ``HOROVOD_SPARK_START_TIMEOUT``, or 600.
+        elastic_timeout: seconds that the job waits for missing ranks; by default those of
+            ``HOROVOD_ELASTIC_TIMEOUT``, or 600.
+        reset_limit: how often the ranks may change; None: any number of times.
+        env, nics, horovods: as for `run`.
+
+    Returns:
+        What the ranks of the last generation have returned, by rank, and those that had finished before it.
+
+    Raises:
+        RankFailedError: the job could not go on, or Spark has given the tasks up: in local mode already for one whose
+            Python worker is killed, unless its master is ``local[N,FAILURES]``.
+        CollectiveTimeoutError, InvalidArgumentError, NotInitializedError: as for `run`.
+
+    Example:
+        results = collectives.spark.run_elastic(train, num_proc=4, min_num_proc=2)
+    """
+    what = "collectives.spark.run_elastic"
+    check_options(what, horovods)
+    context = active_context(what)
+    number = number_of_ranks(what, context, num_proc)
+    smallest = next(each for each in (min_num_proc, min_np, number) if each is not None)
+    largest = next(each for each in (max_num_proc, max_np, number) if each is not None)
+    if not 1 <= smallest <= largest:
+        raise InvalidArgumentError(f"{what}: expected 1 <= min_num_proc <= max_num_proc, got {smallest} and {largest}")
+    if elastic_timeout is None:
+        elastic_timeout = float(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", _ELASTIC_TIMEOUT))
+    environment = {name: text for name, text in os.environ.items() if name.startswith(_OURS)}
+    environment |= {"PYTHONUNBUFFERED": "1", **variables_of(env, nics)}
+    call = pickled(fn, tuple(args), dict(kwargs or {}))
+    settings, key = context.getConf(), secrets.token_hex(32)
+    host = str(settings.get("spark.driver.host", ""))
+    with (
+        tempfile.TemporaryDirectory(prefix="collectives-spark-") as folder,
+        socket.create_server((settings.get("spark.driver.bindAddress", host) or "", 0)) as server,
+    ):
+        held_slots.Job(
+            rules=Rules(smallest=smallest, largest=largest, elastic_timeout=elastic_timeout, reset_limit=reset_limit),
+            python=context.pythonExec,
+            environment=environment,
+            server=server.fileno(),
+            key=key,
+            timeout=start_within(start_timeout),
+        ).write(Path(folder))
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "collectives.launch.held_slots", folder],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
+            pass_fds=(server.fileno(),),
+            preexec_fn=die_with_parent(),
+        )
+        holder = _Holder(host, server.getsockname()[1], key, folder, call)
+        server.close()  # the launcher's copy is its only one, so that it ends with the launcher
+        tasks = context.parallelize(range(largest), largest).mapPartitions(holder)
+        job = Job(context, what, largest, tasks.collect, start_within(start_timeout))
+        try:
+            while launcher.poll() is None:
+                job.look(0)
+                with suppress(subprocess.TimeoutExpired):
+                    launcher.wait(LOOK)
+            for name, data in job.yielded():
+                Path(folder, name).write_bytes(data)
+        finally:
+            launcher.terminate()
+            try:
+                launcher.wait(_END_WITHIN)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+            job.cancel()
+        return of_elastic_job(Path(folder), launcher.wait(), what)
+
+
+class _Holder:
+    """What each task does: hold its slot until the job has ended, and yield what the ranks have left on its host."""
+
+    def __init__(self, host: str, port: int, key: str, folder: str, call: bytes) -> None:
+        self._launcher, self._key = (host, port), key
+        self._folder, self._call = folder, call
+
+    def __call__(self, _: Iterator[int]) -> Iterator[tuple[str, bytes]]:
+        folder = Path(self._folder)
+        try:
+            with socket.create_connection(self._launcher, _CONNECT_WITHIN) as connection:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                (folder / CALL).write_bytes(self._call)
+                connection.settimeout(None)
+                connection.sendall(f"{self._key} {os.getppid()}\n".encode())
+                agents = [self._start(line) for line in connection.makefile("r", encoding="ascii")]
+        except ConnectionError:
+            return  # the job has ended
+        for agent in agents:
+            agent.wait(_END_WITHIN)
+        for kind in (RESULT, FAILURE):
+            for path in folder.glob(kind.format("*[0-9]")):
+                yield path.name, path.read_bytes()
+        if not (folder / held_slots.JOB).exists():  # there it is the program's own folder
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _start(self, line: str) -> subprocess.Popen[bytes]:
+        port, key = line.split()
+        return start_agent(self._launcher[0], int(port), key, {"PYTHONPATH": os.pathsep.join(search_path())})

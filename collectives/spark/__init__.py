@@ -7,6 +7,9 @@ SparkSession.builder.getOrCreate()
 losses = collectives.spark.run(train, args=("/data",), num_proc=4)
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from collectives.base.errors import MissingDependencyError
 
 try:
@@ -17,4 +20,19 @@ except ImportError:
 from collectives.spark.elastic import run_elastic as run_elastic
 from collectives.spark.runner import run as run
 
-__all__ = ["run", "run_elastic"]
+if TYPE_CHECKING:
+    from collectives.spark.keras import KerasEstimator as KerasEstimator
+    from collectives.spark.store import LocalStore as LocalStore
+    from collectives.spark.store import Store as Store
+    from collectives.spark.torch import TorchEstimator as TorchEstimator
+
+_LATE = {"KerasEstimator": "keras", "LocalStore": "store", "Store": "store", "TorchEstimator": "torch"}
+"""Names whose modules need more than Spark."""
+
+__all__ = ["KerasEstimator", "LocalStore", "Store", "TorchEstimator", "run", "run_elastic"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"collectives.spark.{_LATE[name]}"), name)

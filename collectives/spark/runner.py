@@ -68,7 +68,7 @@ def run(
     check_options(what, horovods)
     context = active_context(what)
     number = number_of_ranks(what, context, num_proc)
-    task = _Task(fn, tuple(args), dict(kwargs or {}), variables_of(env, nics))
+    task = _Task(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))), variables_of(env, nics))
     stage = context.parallelize(range(number), number).barrier().mapPartitions(task)
     job = Job(context, what, number, stage.collect, start_within(start_timeout))
     try:
@@ -92,8 +92,8 @@ def check_options(what: str, options: Mapping[str, Any]) -> None:
 class _Task:
     """What each task does."""
 
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, variables: Mapping[str, str]) -> None:
-        self._function, self._args, self._kwargs, self._variables = function, args, kwargs, variables
+    def __init__(self, call: bytes, variables: Mapping[str, str]) -> None:
+        self._call, self._variables = call, variables
 
     def __call__(self, _: Iterator[int]) -> Iterator[tuple[int, Outcome]]:
         context = BarrierTaskContext.get()
@@ -116,5 +116,6 @@ class _Task:
         yield int(place["COLLECTIVES_RANK"]), outcome
 
     def _pickled(self) -> bytes:
-        data: bytes = cloudpickle.dumps(self._function(*self._args, **self._kwargs))
+        function, args, kwargs = cloudpickle.loads(self._call)  # imports modules, which look at the variables
+        data: bytes = cloudpickle.dumps(function(*args, **kwargs))
         return data

@@ -1,5 +1,6 @@
 """Ranks in the tasks of a local Spark."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -117,7 +118,88 @@ def test_a_killed_rank_of_an_elastic_job_is_replaced(spark: Any) -> None:
     results = collectives.spark.run_elastic(train_elastically, ("",), num_proc=2, min_num_proc=1, max_num_proc=2)
     assert [rank for rank, *_ in results] == [0, 1]
     assert len({(total, steps) for _, total, steps in results}) == 1
-    with pytest.raises(RankFailedError, match=r"run_elastic: .*\n?.*as asked"):
+    with pytest.raises(RankFailedError, match=r"(?s)run_elastic: .*as asked"):
         collectives.spark.run_elastic(meet, (0, "raise"), num_proc=1)
     with pytest.raises(InvalidArgumentError, match="expected 1 <= min_num_proc <= max_num_proc, got 3 and 2"):
         collectives.spark.run_elastic(meet, num_proc=2, min_num_proc=3)
+
+
+@pytest.fixture
+def frame(spark: Any) -> Any:
+    random = np.random.default_rng(5)
+    features = random.normal(size=(96, 3))
+    labels = features @ [1.0, -2.0, 0.5] + 0.25
+    rows = [(row[:2].tolist(), float(row[2]), float(label)) for row, label in zip(features, labels, strict=True)]
+    return spark.createDataFrame(rows, "pair array<double>, single double, label double")
+
+
+def check_estimator(estimator: Any, frame: Any) -> Any:
+    """Fits a linear model, whose predictions and losses have to be good."""
+    fitted = estimator.fit(frame)
+    losses = fitted.getHistory()
+    assert len(losses["loss"]) == len(losses["val_loss"]) == estimator.epochs
+    assert losses["val_loss"][-1] < 0.01 * losses["val_loss"][0]
+    rows = fitted.setOutputCols(["guess"]).transform(frame).select("label", "guess").collect()
+    np.testing.assert_allclose([row.guess for row in rows], [row.label for row in rows], atol=0.2)
+    return fitted
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_torchs_estimator(frame: Any, tmp_path: Path) -> None:
+    import torch
+
+    class Linear(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 1)
+
+        def forward(self, pair: torch.Tensor, single: torch.Tensor) -> torch.Tensor:
+            return self.layer(torch.cat([pair, single], 1))  # type: ignore[no-any-return]
+
+    torch.manual_seed(1)
+    model = Linear()
+    arguments: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "loss": torch.nn.functional.mse_loss,
+        "store": collectives.spark.Store.create(str(tmp_path)),
+        "feature_cols": ["pair", "single"],
+        "label_cols": ["label"],
+    }
+    estimator = collectives.spark.TorchEstimator(
+        **arguments,
+        input_shapes=[[-1, 2], [-1, 1]],
+        epochs=8,
+        batch_size=8,
+        num_proc=2,
+        validation=0.25,
+        run_id="one",
+    )
+    fitted = check_estimator(estimator, frame)
+    np.testing.assert_allclose(fitted.model.layer.weight.detach()[0], [1.0, -2.0, 0.5], atol=0.1)
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["train", "validation"]
+    with pytest.raises(InvalidArgumentError, match="TorchEstimator: sample_weight_col: this option is not supported"):
+        collectives.spark.TorchEstimator(**arguments, sample_weight_col="weight")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
+def test_kerass_estimator(frame: Any, tmp_path: Path) -> None:
+    import keras
+    from pyspark.sql import functions
+
+    inputs = keras.Input((2,)), keras.Input((1,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(inputs)))
+    estimator = collectives.spark.KerasEstimator(
+        model=model,
+        optimizer=keras.optimizers.SGD(0.1),
+        loss="mse",
+        store=collectives.spark.LocalStore(str(tmp_path)),
+        feature_cols=["pair", "single"],
+        label_cols=["label"],
+        epochs=8,
+        batch_size=8,
+        num_proc=2,
+        validation="held",
+        verbose=0,
+    )
+    check_estimator(estimator, frame.withColumn("held", functions.col("single") > 0.7))

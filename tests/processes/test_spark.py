@@ -4,6 +4,8 @@ import importlib.util
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +126,14 @@ def test_a_killed_rank_of_an_elastic_job_is_replaced(spark: Any) -> None:
         collectives.spark.run_elastic(meet, num_proc=2, min_num_proc=3)
 
 
+def test_horovods_names() -> None:
+    modules = ["spark", "spark.runner", "spark.common.store"]
+    modules += [f"spark.{name}" for name in ("torch", "keras") if importlib.util.find_spec(name)]
+    program = f"import {', '.join(f'horovod.{module}' for module in modules)}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([f"{ROOT}/collectives/horovod/site", ROOT])}
+    subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=True)
+
+
 @pytest.fixture
 def frame(spark: Any) -> Any:
     random = np.random.default_rng(5)
@@ -139,7 +149,7 @@ def check_estimator(estimator: Any, frame: Any) -> Any:
     losses = fitted.getHistory()
     assert len(losses["loss"]) == len(losses["val_loss"]) == estimator.epochs
     assert losses["val_loss"][-1] < 0.01 * losses["val_loss"][0]
-    rows = fitted.setOutputCols(["guess"]).transform(frame).select("label", "guess").collect()
+    rows = fitted.setOutputCols(["guess"]).transform(frame.coalesce(1)).select("label", "guess").collect()
     np.testing.assert_allclose([row.guess for row in rows], [row.label for row in rows], atol=0.2)
     return fitted
 

@@ -1,0 +1,4 @@
+"""``horovod.spark`` is `collectives.spark`."""
+
+from collectives.spark import run as run
+from collectives.spark import run_elastic as run_elastic

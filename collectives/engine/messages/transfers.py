@@ -251,7 +251,7 @@ class Transfers:
     def _wait_for(self, transfer: Outgoing | Posted, timeout: float | None) -> None:
         delivery = self.delivery
         advance, relax = delivery.advance, self._control.relax
-        self._awaited.append(transfer)
+        self._awaited += [transfer]  # no call, after which an interrupt could come before the try
         try:
             if isinstance(transfer, Outgoing):
                 delivery.confirm(transfer)

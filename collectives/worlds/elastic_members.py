@@ -122,12 +122,16 @@ class MemberJob(Job):
             TransportError: rank 0 cannot listen there; or nothing knows the host.
             InvalidArgumentError: this host has no such network interface.
         """
-        host, port = self._rendezvous
+        (host, port), rank = self._rendezvous, self._settings.rank
+        within = min(self._timeout, NAME_WITHIN) if rank == 0 else self._timeout
+        awaited = f"the host of COLLECTIVES_RENDEZVOUS=tcp://{network.joined(host, port)} to be known"
         try:
-            await_name(host, min(self._timeout, NAME_WITHIN) if self._settings.rank == 0 else self._timeout)
+            with saying_what_is_tried(lambda: f"waiting for {awaited}", within):
+                await_name(host, within)
         except OSError as error:
             raise TransportError(
-                f"the host of COLLECTIVES_RENDEZVOUS=tcp://{host}:{port} is not known: {error}"
+                f"{'a newcomer' if rank is None else f'rank {rank}'}: waited {within:g} s for {awaited}: {error}; set "
+                "COLLECTIVES_RENDEZVOUS to a name or address of rank 0's host, alike on all members"
             ) from None
         if self._settings.rank == 0 and self._server is None and not self._is_served():
             where = network.joined(host, port)

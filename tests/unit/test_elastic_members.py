@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from collectives.base.config import unknown
-from collectives.base.errors import InvalidArgumentError
+from collectives.base import logging
+from collectives.base.config import Config, unknown
+from collectives.base.errors import InvalidArgumentError, TransportError
+from collectives.transport.backoff import poll
 from collectives.transport.stores.store import StoreServer
 from collectives.transport.tcp.service import Service
+from collectives.worlds import elastic_members
 from collectives.worlds.elastic_members import from_environment
 
 KEY = "ab" * 32
@@ -55,6 +58,23 @@ def test_what_is_wrong_is_named(name: str, value: str, words: str) -> None:
         from_environment(BASE | {name: value})
 
 
+def test_an_unknown_host_is_waited_for_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = threading.Event()
+
+    def await_name(host: str, seconds: float) -> None:
+        assert said.wait(20)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(elastic_members, "await_name", await_name)
+    monkeypatch.setattr(logging, "SAY_EVERY", 0.01)
+    monkeypatch.setattr(logging.logger, "warning", lambda *words: said.set())
+    job: Any = from_environment(BASE | {"COLLECTIVES_RANK": "1", "COLLECTIVES_SIZE": "2"})
+    words = r"rank 1: waited 600 s for the host of .*//node1:29400 to be known: Name .* set COLLECTIVES_RENDEZVOUS to"
+    with pytest.raises(TransportError, match=words):
+        job._listen_at_own_address(Config())
+    job._service.close()
+
+
 def test_the_connection_to_a_former_store_is_closed_once_no_thread_waits_there() -> None:
     service, connected, closed = Service(), threading.Event(), threading.Event()
     server, other = (
@@ -68,8 +88,7 @@ def test_the_connection_to_a_former_store_is_closed_once_no_thread_waits_there()
     with ThreadPoolExecutor(1) as waiter:
         job.say("here")
         value = waiter.submit(former.get, "later")
-        while not former._lock.locked():  # until it waits
-            pass
+        assert poll(former._lock.locked, 20)  # until it waits
         job._meet_at(*other.address)
         server.set("later", b"value")
         assert value.result(20) == b"value" and closed.wait(20)

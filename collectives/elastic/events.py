@@ -34,6 +34,9 @@ class Event(NamedTuple):
     members: tuple[int, ...] = ()
     facts: Mapping[str, Any] = {}
 
+    def __hash__(self) -> int:
+        return hash(self[:-1])  # `facts` cannot be hashed
+
     def __str__(self) -> str:
         if self.facts:
             return f"elastic: {self.kind}: {self.why}"

@@ -210,7 +210,7 @@ class Driver:
         newcomer, host = self.generation > 0 and not member.born, member.host
         if member.state is State.FINISHED:
             if code:
-                self._event_of(member, "died", f"{how} after it had finished", code=code)
+                self._event_of(member, "died", f"{how} after it had finished", code=code, why=how)
                 if code <= 128:
                     self.failed[member.number] = code  # by itself; a killed one has lost nothing that it was asked for
         elif code == 0 and not self._recovers:
@@ -458,7 +458,7 @@ class Driver:
     def _stop(self, member: Member, why: str) -> None:
         self._answer(member, {"stop": why})
         member.state = State.GONE
-        self._event_of(member, "stopped", f"is told to end: {why}")
+        self._event_of(member, "stopped", f"is told to end: {why}", why=why)
 
     def _give_up(self, text: str) -> None:
         for member in self.members.values():

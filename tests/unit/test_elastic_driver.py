@@ -357,6 +357,7 @@ def test_a_failure_after_the_end_of_the_training_is_the_jobs(code: int, failed: 
     assert (
         job.driver.end is not None and job.driver.end.code == (5 if failed else 0) and list(job.driver.failed) == failed
     )
+    assert all(event.fields["why"] for event in job.events if event.kind == "died")
 
 
 def test_who_leaves_has_not_succeeded() -> None:
@@ -474,6 +475,9 @@ def test_a_removed_host_is_left_at_the_next_commit() -> None:
     assert job.notices == [(False, True)]
     job.say("ended", 0, 1, 2, 3)
     assert job.ranks == [0, 1] and all("stop" in job.answers[member] for member in (2, 3))
+    stopped = [event.fields for event in job.events if event.kind == "stopped"]
+    assert [each["member"] for each in stopped] == [2, 3]
+    assert all(each["why"] == job.answers[each["member"]]["stop"] for each in stopped)
     job.exit(0, 2, 3)
     assert job.driver.end is None and len(job.generations) == 2
 

@@ -1,8 +1,8 @@
 """The training through the distributed optimizers of frameworks, a class for each.
 
 Every parameter is a number times its pattern, and so is its velocity in a gradient descent without friction: a step
-adds what all ranks give to the velocity, and the velocity to the parameter. One more parameter carries whether a rank
-wants to stop.
+adds the mean of what the ranks give to the velocity, and the velocity to the parameter. One more parameter carries
+whether a rank wants to stop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Torch:
         self._factors = [torch.from_numpy(pattern) for pattern in PATTERNS]
         model = torch.nn.ParameterList(self._parameters)
         optimizer = torch.optim.SGD(self._parameters, lr=1.0, momentum=1.0)
-        self._optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
+        self._optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         self.state_class: Any = hvd.elastic.TorchState
         self.state_of: dict[str, Any] = {"model": model, "optimizer": self._optimizer}
 
@@ -85,7 +85,7 @@ class TensorFlow:
                 *weights, flag = [tf.convert_to_tensor(variable) for variable in variables]
                 sums = [tf.reduce_sum(weight * factor) for weight, factor in zip(weights, factors, strict=True)]
                 loss = -share * tf.add_n(sums) - stop * tf.reduce_sum(flag)
-            gradients = hvd.DistributedGradientTape(tape, op=hvd.Sum).gradient(loss, variables)
+            gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
             self._optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
         self._step, self._constant = tf.function(step), tf.constant
@@ -108,7 +108,7 @@ class Keras:
         import collectives.keras as hvd
 
         self._layer = _keras_layer(keras)
-        self._optimizer = hvd.DistributedOptimizer(_keras_optimizer(keras), op=hvd.Sum)
+        self._optimizer = hvd.DistributedOptimizer(_keras_optimizer(keras))
         self._optimizer.build(self._layer.trainable_variables)
         self._tensor = keras.ops.convert_to_tensor
         self.state_class: Any = hvd.elastic.KerasState
@@ -132,7 +132,7 @@ class Jax:
         import collectives.jax as hvd
 
         jax.config.update("jax_enable_x64", True)
-        optimizer = hvd.DistributedOptimizer(optax.sgd(1.0, momentum=1.0), op=hvd.Sum)
+        optimizer = hvd.DistributedOptimizer(optax.sgd(1.0, momentum=1.0))
         parameters = [jax.numpy.zeros(count, "float64") for count in (*LAYERS, 1)]
 
         def loss(parameters: Any, share: Any, stop: Any) -> Any:

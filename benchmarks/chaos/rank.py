@@ -259,7 +259,7 @@ class Step:
                 np.multiply(_PATTERNS[part], own, out=given)
         self._tried.clear()
         self._before = int(state.mapped[0])
-        results = self._reduced(False) if steps is None else steps.reduce("step", lambda: self._reduced(True))
+        results = self._reduced(False) if steps is None else steps.reduce("step", lambda _: self._reduced(True))
         members = next((tried for tried in self._tried if self._is_of(tried, results)), self._tried[-1])
         for part, result in results.items():
             self._check(part, members, result)

@@ -17,8 +17,8 @@ COMMIT_EVERY = 2
 
 
 def share(member: int, step: int) -> int:
-    """Return what a member adds in a step."""
-    return (member + 1) * (step % 7 + 1)
+    """Return what a member adds in a step; the mean of up to 4 members is a whole number, too."""
+    return (member + 1) * (step % 7 + 1) * 12
 
 
 def total(part: str, members: Sequence[int], step: int) -> int:
@@ -36,5 +36,5 @@ def after(numbers: Sequence[int], members: Sequence[int], step: int, framework: 
     """Return a state's numbers after a step."""
     if framework == NUMPY:
         return [number + total(part, members, step) for part, number in zip(SIZES, numbers, strict=True)]
-    velocity = numbers[0] + total("", members, step)
+    velocity = numbers[0] + total("", members, step) // len(members)
     return [velocity, numbers[1] + velocity]

@@ -98,7 +98,9 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                 cause: Exception | str = str(interrupt)
                 failed = False
             except Exception as error:
-                if not (steps.renewed or is_recoverable(error)):
+                # Another thread has left the world, in which this one has made a call, to carry out a step again.
+                outran = steps.retried and isinstance(error, NotInitializedError)
+                if not (steps.renewed or outran or is_recoverable(error)):
                     raise
                 failures.add(error, state)
                 # A framework's error has little to say of it in its first line.
@@ -118,8 +120,6 @@ def is_recoverable(error: BaseException) -> bool:
     """Whether a new start of the world can cure an error: a `RecoverableError`, or what a framework has made of one."""
     if isinstance(error, RecoverableError):
         return True
-    if isinstance(error, NotInitializedError) and runtime.is_initialized():
-        return True  # a call in a world that another thread was about to leave, to carry out a step again
     failure = runtime.world().failure if runtime.is_initialized() else None
     if not isinstance(failure, RecoverableError):
         return False

@@ -16,6 +16,7 @@ commit interrupts them, so that they begin anew with the ranks that there are.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -67,12 +68,18 @@ class Steps:
         self._over = False
 
     def carry_out(
-        self, name: str, step: Callable[[], object], restore: Callable[[], object] = lambda: None, *, votes: bool = True
+        self,
+        name: str,
+        step: Callable[[World], object],
+        restore: Callable[[], object] = lambda: None,
+        *,
+        votes: bool = True,
     ) -> bool:
         """Call ``step``, and vote; again, where ranks die.
 
         Args:
             name: alike on all ranks.
+            step: gets the world; another thread may leave the training function, and begin the next world, meanwhile.
             restore: makes this rank's values what they were before the step; called before it is repeated.
             votes: False: ``step`` is itself one collective of all ranks, and ends as a vote does.
 
@@ -80,13 +87,13 @@ class Steps:
             Whether this rank has left the last collective, too: not if it failed here, and other ranks had left it.
 
         Raises:
-            RecoverableError: ranks have died, and the others cannot carry out the step again.
+            RecoverableError: ranks have died, and the others cannot carry out the step again; or as `check`.
         """
         while True:
-            world, members = self._begin()
+            world, members = self._begin(name)
             left = False
             try:
-                step()
+                step(world)
                 if votes:
                     vote(world, name)
                 left = True
@@ -102,15 +109,29 @@ class Steps:
                     return False
             restore()
 
-    def reduce(self, name: str, reduce: Callable[[], Result]) -> Result:
+    def reduce(self, name: str, reduce: Callable[[World], Result]) -> Result:
         """Call a reduction that leaves its tensors as they are, and return its result."""
         results: list[Result] = []
 
-        def step() -> None:
-            results[:] = [reduce()]
+        def step(world: World) -> None:
+            results[:] = [reduce(world)]
 
         self.carry_out(name, step)
         return results[0]
+
+    def check(self, name: str) -> None:
+        """Raise a `RecoverableError` if calls of the training function, such as ``name``, would meet those of the next
+        one on other ranks."""
+        if self._over:
+            raise RecoverableError(
+                f"rank {runtime.world().rank}: {name}: the training function that it belongs to has been left: read "
+                "its result before the function returns, or keep it in the state"
+            )
+        if self.renewed:
+            raise RecoverableError(
+                f"rank {runtime.world().rank}: {name}: not carried out: ranks have died, and the training function "
+                "begins anew"
+            )
 
     def close(self) -> None:
         """End with the training function: steps that other threads are in fail, and are not carried out again."""
@@ -122,19 +143,18 @@ class Steps:
         """End the function on all ranks: one that has left the last step tells others so, if they fail in it. Who does
         not come within a minute goes on without this rank."""
 
-        def wait_for_others() -> None:
+        def wait_for_others(world: World) -> None:
             flag = np.zeros(1, np.uint8)
             with suppress(CollectiveTimeoutError):
-                runtime.world().allreduce_async_(flag, op=Op.MAX, name=_FINISH).wait(_FINISHED_WITHIN)
+                world.allreduce_async_(flag, op=Op.MAX, name=_FINISH).wait(_FINISHED_WITHIN)
 
         self.carry_out(_FINISH, wait_for_others, votes=False)
 
-    def _begin(self) -> tuple[World, tuple[int, ...]]:
+    def _begin(self, name: str) -> tuple[World, tuple[int, ...]]:
         """The world in which a step is carried out, which does not change before its end, and its members."""
         with self._changed:
             self._changed.wait_for(lambda: not self._renewing)
-            if self._over:
-                raise RecoverableError("the training function has been left to which this step belongs")
+            self.check(name)
             world, job = runtime.world(), generations.job()
             self._active += 1
             return world, job.members if job is not None else ()
@@ -182,11 +202,29 @@ class Steps:
                 self._changed.notify_all()
 
 
-def steps(process_set: ProcessSetLike | int | None = None) -> Steps | None:
-    """Those of the training function that runs; None where it returns to the last commit instead, or where not all
-    ranks take part, who would not vote."""
-    everyone = _current is not None and runtime.world_of(process_set) is runtime.default.world
-    return _current if everyone else None
+def steps(
+    process_set: ProcessSetLike | int | None = None, op: Op | None = Op.AVERAGE, scale: float = 1.0
+) -> Steps | None:
+    """Those of the training function that runs; None where it returns to the last commit instead, where not all ranks
+    take part, who would not vote, or where the values are not `right_for_fewer` ranks."""
+    if _current is None or not right_for_fewer(op, scale):
+        return None
+    return _current if runtime.world_of(process_set) is runtime.default.world else None
+
+
+def right_for_fewer(op: Op | None, scale: float) -> bool:
+    """Whether fewer ranks may reduce the same values: who sums divides by the number of ranks elsewhere in the program.
+
+    Args:
+        scale: the product of the factors by which values and result are multiplied.
+    """
+    return op is not Op.SUM and math.isclose(scale, 1.0)
+
+
+def check(name: str) -> None:
+    """`Steps.check` of the training function that runs, if there is one."""
+    if _current is not None:
+        _current.check(name)
 
 
 def contributors() -> tuple[int, ...]:

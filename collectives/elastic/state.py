@@ -13,6 +13,7 @@ from collectives import api
 from collectives.base.reduce_op import Op
 from collectives.elastic import retry
 from collectives.worlds import generations, runtime
+from collectives.worlds.world import World
 
 _UPDATES = "elastic: host updates"
 
@@ -129,13 +130,13 @@ class State:
         word, flags = self._word, (HostUpdateResult.removed, HostUpdateResult.added)
         own = (newest, newest > self._last_updated_timestamp, *(flag in said for flag in flags))
 
-        def agree() -> None:
+        def agree(world: World) -> None:
             word[:] = own
-            runtime.world().allreduce_(word, op=Op.MAX, name=_UPDATES)
+            world.allreduce_(word, op=Op.MAX, name=_UPDATES)
 
         steps = retry.steps()
         if steps is None:
-            agree()
+            agree(runtime.world())
         elif not steps.carry_out(_UPDATES, agree, votes=False):
             return  # others have learnt of no update, and go on
         newest, updated, removed, added = word.tolist()

@@ -110,6 +110,7 @@ class CollectiveCall:
 
     def world(self) -> World:
         """Return the world of the call, if the program is right in it."""
+        retry.check(self.name or self.collective)
         with local_world.as_rank(self.local_rank):
             world = world_of(self.process_set)
         if (world.size, world.rank) == (self.size, self.rank) or (self.any_size and retry.steps() is not None):
@@ -162,7 +163,7 @@ class CollectiveCall:
             for kept, operand in zip(memory, operands, strict=True):
                 np.copyto(kept, operand)
             operands = memory
-        return steps.reduce(self.name or _UNNAMED, lambda: self._allreduce(self.world(), operands, results))
+        return steps.reduce(self.name or _UNNAMED, lambda world: self._allreduce(world, operands, results))
 
     def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"name": self.name, "algorithm": self.algorithm, "transport": self.transport}

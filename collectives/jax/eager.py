@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from collectives.base.logging import logger
+from collectives.elastic import retry
 from collectives.jax import compat
 from collectives.jax.collective_call import CollectiveCall
 from collectives.worlds import runtime
@@ -53,12 +54,16 @@ def wait_for_effects() -> None:
     """Wait until compiled programs have made their ordered calls, which precede this one in program order.
 
     The error of a failed program is raised where its results are read, so later calls only log it.
+
+    Raises:
+        RecoverableError: one has lost ranks, and the training function begins anew; see `collectives.elastic.retry`.
     """
     try:
         jax.effects_barrier()
     except Exception as error:
         logger.warning("an earlier program has failed: %s", error)
         compat.forget_effects()
+    retry.check("a call on JAX's arrays")
 
 
 def placed(made: list[Any], operands: Sequence[Any]) -> list[Any]:

@@ -108,7 +108,9 @@ class JaxState(ObjectState):
     def settle(self) -> None:
         """Wait for the computations of the arrays. Raises the error of one that has failed."""
         eager.wait_for_effects()
-        jax.block_until_ready([getattr(self, name) for name in self._names])
+        leaves = jax.tree.leaves([getattr(self, name) for name in self._names])
+        # The state may still name arrays that the program has donated.
+        jax.block_until_ready([leaf for leaf in leaves if not (isinstance(leaf, jax.Array) and leaf.is_deleted())])
 
     def save(self) -> None:
         """Copy the state to host memory; see `ObjectState.save`."""

@@ -34,6 +34,7 @@ from collectives import api
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from collectives.base.options import spelled_out
 from collectives.base.reduce_op import Op
+from collectives.elastic import retry
 from collectives.engine import arguments
 from collectives.jax import eager, primitive, pytrees
 from collectives.jax.dispatch import (
@@ -121,8 +122,7 @@ def allreduce(
         leaves, rebuild, grouped = pytrees.leaves(tensor)
         in_engine = compression is None or is_built_in(compression)
         leaves, restore = (leaves, list) if in_engine else compressed(compression, leaves)
-    # Who sums divides by a number of ranks elsewhere, which a compiled program has in it.
-    any_size = call.process_set == 0 and not (call.op == Op.SUM.value and is_staged(leaves))
+    any_size = call.process_set == 0 and retry.right_for_fewer(Op(call.op), call.prescale * call.postscale)
     call = replace(call, grouped=grouped, wire=wire_name(compression) if in_engine else None, any_size=any_size)
     return rebuild(restore(run_allreduce(call, leaves)))
 

@@ -128,11 +128,9 @@ class _TorchReducer(_ArrayReducer):
 
     def _run(self, grads: list[Any], in_place: bool, name: str) -> Sequence[Any]:
         world = world_of(self._options.process_set)
-        gradients, steps = [grad.detach() for grad in grads], retry.steps(self._options.process_set)
+        gradients = [grad.detach() for grad in grads]
+        steps = retry.steps(self._options.process_set, self._options.op)
         if steps is not None:  # in place nothing would be left to combine again
-            return steps.reduce(
-                name,
-                lambda: world_of(self._options.process_set).grouped_allreduce(gradients, name=name, **self._keywords),
-            )
+            return steps.reduce(name, lambda world: world.grouped_allreduce(gradients, name=name, **self._keywords))
         allreduce = world.grouped_allreduce_ if in_place else world.grouped_allreduce
         return allreduce(gradients, name=name, **self._keywords)

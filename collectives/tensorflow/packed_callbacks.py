@@ -185,17 +185,17 @@ def _reduce(
     """All-reduce arrays into their places; ``parts`` are the shapes of the tensors that an array consists of."""
     how = call.reduce_options()
 
-    def reduce() -> None:
+    def reduce(world: World) -> None:
         if len(arrays) == 1:
-            call.world.allreduce(arrays[0], out=places[0], parts=parts[0], **how)
+            world.allreduce(arrays[0], out=places[0], parts=parts[0], **how)
         elif joined.pays(arrays, call.op, call.compression):
-            joined.allreduce(call.world, arrays, places, results, parts_of_results(), **how)
+            joined.allreduce(world, arrays, places, results, parts_of_results(), **how)
         else:
-            call.world.grouped_allreduce(arrays, out=places, parts=parts, **how)
+            world.grouped_allreduce(arrays, out=places, parts=parts, **how)
 
-    steps = retry.steps(call.process_set)
+    steps = retry.steps(call.process_set, call.op, call.prescale * call.postscale)
     if steps is None or call.name is None:
-        reduce()
+        reduce(call.world)
     else:
         steps.reduce(call.name, reduce)
 

@@ -281,13 +281,13 @@ class BackwardReducer:
             combined = self._tally.combined
             try:
                 steps.carry_out(
-                    self._options.name, lambda: self._combine(reads, applies), lambda: self._restore(combined)
+                    self._options.name, lambda _: self._combine(reads, applies), lambda: self._restore(combined)
                 )
             finally:
                 self._kept.forget()
 
     def _steps(self) -> retry.Steps | None:
-        return retry.steps(self._options.process_set)
+        return retry.steps(self._options.process_set, self._options.op)
 
     def _restore(self, combined: int) -> None:
         """Make gradients this rank's own again, which were combined, or partly; ``combined``: how often they were

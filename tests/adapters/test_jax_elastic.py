@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collectives.base.errors import InvalidTypeError, MismatchError
+from collectives.base.errors import InvalidTypeError, MismatchError, RecoverableError
+from collectives.elastic import retry
+from collectives.jax.eager import wait_for_effects
 
 
 class Moments(NamedTuple):
@@ -106,3 +108,34 @@ def test_a_sharded_array_is_refused(hvd: Any) -> None:
     sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), "x"), jax.sharding.PartitionSpec("x"))
     with pytest.raises(InvalidTypeError, match="sharded over 2"):
         hvd.elastic.JaxState(params=jax.device_put(jnp.ones(4), sharding))
+
+
+def test_arrays_that_were_donated_are_not_waited_for(hvd: Any) -> None:
+    state = hvd.elastic.JaxState(params={"w": jnp.zeros(3)})
+    jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)(state.params)
+    assert state.params["w"].is_deleted()
+    state.check_host_updates()
+
+
+def test_no_call_is_made_for_a_function_that_begins_anew(hvd: Any) -> None:
+    compiled = jax.jit(hvd.allgather)
+    compiled(jnp.ones(3)).block_until_ready()
+    with retry.retrying(True) as steps:
+        steps.renewed = True
+        for call in (hvd.allreduce, hvd.allgather):
+            with pytest.raises(RecoverableError, match="begins anew"):
+                call(jnp.ones(3))
+        with pytest.raises(Exception, match=r"RecoverableError: .* begins anew"):
+            compiled(jnp.ones(3)).block_until_ready()
+    wait_for_effects()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_values_that_are_divided_by_a_number_of_ranks_are_not_combined_again(hvd: Any, compiled: bool) -> None:
+    def calls(x: Any) -> Any:
+        how = {"sum": {"op": hvd.Sum}, "half": {"postscale_factor": 0.5}, "mean": {}}
+        return [hvd.allreduce(x, name=name, **options) for name, options in how.items()]
+
+    with retry.retrying(True) as steps:
+        jax.block_until_ready((jax.jit(calls) if compiled else calls)(jnp.ones(3)))
+    assert steps._left == {"mean": 1}

@@ -44,8 +44,7 @@ import collectives.torch as hvd
 count, batch_size, alone_in = 237, 4, int(sys.argv[1])
 hvd.init()
 weights = torch.nn.Parameter(torch.zeros(count))
-# Combined gradients are sums, and each sample counts 1 at its own index: the weights count who was processed.
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), [("weights", weights)], op=hvd.Sum)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), [("weights", weights)])
 sampler = hvd.elastic.ElasticSampler(range(count), seed=5)
 loader = torch.utils.data.DataLoader(range(count), batch_size, sampler=sampler)
 state = hvd.elastic.TorchState(None, optimizer, sampler=sampler, epoch=0, step=0)
@@ -62,7 +61,11 @@ def train(state):
             weights[batch].sum().backward()
             if (generations.job().member, state.step) == (1, 5):
                 die()
-            optimizer.step()
+            optimizer.synchronize()
+            # Sums, in which each sample counts 1 at its own index: the weights count who was processed.
+            weights.grad.mul_(len(retry.contributors())).round_()
+            with optimizer.skip_synchronize():
+                optimizer.step()
             sampler.record_batch(number, batch_size)
             state.step += 1
             steps += 1
@@ -86,7 +89,7 @@ state = elastic.ObjectState(step=0, total=0.0)
 def train(state):
     while state.step < 3:
         values = np.array([generations.job().member + 10.0 ** state.step])
-        state.total += retry.steps().reduce("step", lambda: hvd.allreduce(values, op=hvd.Sum))[0]
+        state.total += retry.steps().reduce("step", lambda world: hvd.allreduce(values, op=hvd.Sum))[0]
         state.step += 1
 
 train(state)
@@ -102,7 +105,7 @@ state = elastic.ObjectState(step=0, total=0.0)
 def train(state):
     while state.step < (2 if generations.job().member == 1 else 4):
         values = np.array([generations.job().member + 10.0 ** state.step])
-        state.total += retry.steps().reduce("step", lambda: hvd.allreduce(values, op=hvd.Sum))[0]
+        state.total += retry.steps().reduce("step", lambda world: hvd.allreduce(values, op=hvd.Sum))[0]
         state.step += 1
 
 train(state)

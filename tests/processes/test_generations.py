@@ -329,8 +329,8 @@ member = generations.job().member
 carry_out, lost = retry.Steps.carry_out, []
 
 def watched(steps, name, step, *arguments, **options):
-    def loses():
-        step()
+    def loses(world):
+        step(world)
         if name == "elastic: host updates" and (member, state.step, lost) == (1, 2, []):
             lost.append(open(os.environ["BEGUN"]).read())  # the other rank has begun the next step
             raise RankFailedError("as if the answer had not come")

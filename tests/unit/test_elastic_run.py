@@ -22,6 +22,7 @@ from collectives.base.errors import (
     RecoverableError,
     TransportError,
 )
+from collectives.base.reduce_op import Op
 from collectives.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State, loop, retry
 from collectives.elastic.events import _listeners
 from collectives.elastic.shadow import Part
@@ -192,7 +193,7 @@ def test_a_step_of_another_thread_ends_with_the_function_that_was_left(job: Play
     begun, left = threading.Event(), threading.Event()
     attempts, errors, threads = [], [], list[threading.Thread]()
 
-    def reduce() -> None:
+    def reduce(world: Any) -> None:
         attempts.append(begun.set())
         assert left.wait(10)
         if len(attempts) == 1:
@@ -220,16 +221,69 @@ def test_a_step_of_another_thread_ends_with_the_function_that_was_left(job: Play
 
 
 def test_a_call_in_a_world_that_another_thread_leaves_can_be_cured(job: Played) -> None:
-    fail = failing(NotInitializedError("this world was shut down"))
-    elastic.run(recover="retry")(lambda state: fail())(ObjectState())
+    die, fail = failing(RankFailedError("gone")), failing(NotInitializedError("this world was shut down"))
+
+    def train(state: Any) -> None:
+        steps = retry.steps()
+        assert steps is not None
+        steps.reduce("step", lambda world: die())
+        fail()
+
+    elastic.run(recover="retry")(train)(ObjectState())
     assert job.calls.count("renew after NotInitializedError") == 1
 
-    def shut_down(state: Any) -> None:
-        collectives.shutdown()
-        collectives.allreduce(np.ones(3))
 
-    with pytest.raises(NotInitializedError):
-        elastic.run(recover="retry")(shut_down)(ObjectState())
+@pytest.mark.parametrize("recover", ["restore", "retry"])
+def test_a_set_that_was_removed_is_an_error_of_the_program(job: Played, recover: str) -> None:
+    def train(state: Any) -> None:
+        state.commit()
+        assert job.calls == ["enter"]
+        collectives.allreduce(np.ones(3), process_set=collectives.ProcessSet([0]))
+
+    with pytest.raises(NotInitializedError, match="add_process_set"):
+        elastic.run(recover=recover)(train)(ObjectState())
+
+
+def test_no_step_is_begun_of_a_function_that_begins_anew() -> None:
+    """It would meet the calls of the next one on other ranks."""
+    collectives.init()
+    reductions: list[Any] = []
+    with retry.retrying(True) as steps:
+        steps.renewed = True
+        with pytest.raises(RecoverableError, match="rank 0: loss: not carried out: ranks have died"):
+            steps.reduce("loss", reductions.append)
+    with pytest.raises(RecoverableError, match=r"rank 0: loss: .* has been left: read its result before"):
+        steps.reduce("loss", reductions.append)
+    assert not reductions
+    collectives.shutdown()
+
+
+def test_a_step_has_the_world_in_which_it_has_begun(job: Played) -> None:
+    """Also where the training function is left meanwhile, and the next world begins."""
+    worlds: list[Any] = []
+
+    def reduce(world: Any) -> None:
+        steps.close()
+        job.renew("failed elsewhere")
+        worlds.append(world)
+        world.allreduce(np.ones(3))
+
+    with retry.retrying(True) as steps:
+        begun_in = collectives.world()
+        with pytest.raises(NotInitializedError):
+            steps.reduce("step", reduce)
+    assert worlds == [begun_in]
+
+
+@pytest.mark.parametrize(
+    ("op", "scale", "retried"),
+    [(Op.AVERAGE, 1.0, True), (Op.MAX, 49.0 * (1 / 49.0), True), (Op.SUM, 1.0, False), (Op.AVERAGE, 0.5, False)],
+)
+def test_values_that_are_divided_by_a_number_of_ranks_are_not_combined_again(
+    job: Played, op: Op, scale: float, retried: bool
+) -> None:
+    with retry.retrying(True) as steps:
+        assert retry.steps(None, op, scale) is (steps if retried else None)
 
 
 def test_events_are_told_of_what_a_retry_renews(job: Played) -> None:
@@ -241,7 +295,7 @@ def test_events_are_told_of_what_a_retry_renews(job: Played) -> None:
     def train(state: Any) -> None:
         steps = retry.steps()
         assert steps is not None
-        steps.reduce("step", fail)
+        steps.reduce("step", lambda world: fail())
 
     train(ObjectState())
     _listeners.pop()
@@ -260,7 +314,7 @@ def test_a_commit_after_a_retry_begins_the_function_anew_in_the_present_world(jo
         while state.step < 3:
             steps = retry.steps()
             assert steps is not None
-            steps.reduce("step", fail)
+            steps.reduce("step", lambda world: fail())
             state.step += 1
             if state.step > 1:
                 state.commit()
@@ -285,6 +339,7 @@ def test_events_are_told(job: Played) -> None:
     finally:
         _listeners.clear()
     assert [event.kind for event in events] == ["ended", "renewed", "gave up"]
+    assert len({*events, *events}) == 3
     assert str(events[0]) == "elastic: ended, generation 0 of members unknown: RankFailedError: rank 3 died"
 
 

@@ -263,7 +263,7 @@ def _pods(
     sizes = {"COLLECTIVES_MIN_SIZE": options.min_np, "COLLECTIVES_MAX_SIZE": options.max_np}
     return Pods(
         _name(options.job_name, options.kubernetes),
-        options.namespace or "",
+        _namespace(options.namespace),
         options.image,
         count,
         -(-options.ranks // count),
@@ -286,6 +286,15 @@ def _name(given: str | None, file: str) -> str:
     return name
 
 
+def _namespace(given: str | None) -> str:
+    if given is not None and not re.fullmatch("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", given):
+        raise InvalidArgumentError(
+            f"--namespace: expected lower-case letters, digits and '-', which it neither begins nor ends with, 63 at "
+            f"most, got {given!r}"
+        )
+    return given or ""
+
+
 def _size(pods: Pods) -> str:
     return f"{pods.count} pod{'s' * (pods.count > 1)} of {pods.slots} rank{'s' * (pods.slots > 1)}"
 
@@ -297,8 +306,9 @@ def _head(pods: Pods, options: argparse.Namespace) -> str:
     lines = [f"{_size(pods)}. To start them:"]
     if options.kubernetes_kind != "mpijob":
         lines += [
-            "the key that the ranks prove to each other, once, in no file:",
-            f"  {kubectl} create secret generic {pods.name} --from-literal=key=$(openssl rand -hex 32)",
+            "the key that the ranks prove to each other, once, in no file and no list of processes:",
+            "  openssl rand -hex 32 | tr -d '\\n' | "
+            f"{kubectl} create secret generic {pods.name} --from-file=key=/dev/stdin",
             "and each time:",
         ]
     return "".join(f"# {line}\n" for line in [*lines, f"  {kubectl} apply -f {file}"])

@@ -100,7 +100,7 @@ def test_the_file_says_how_to_start_the_job(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["--kubernetes", str(file), "--image", "i", "-np", "2", "--namespace", "team", "python"]) == 0
     text = file.read_text()
     assert f"kubectl -n team apply -f '{file}'" in text
-    assert "kubectl -n team create secret generic run-7-big --from-literal=key=" in text
+    assert " | kubectl -n team create secret generic run-7-big --from-file=key=/dev/stdin\n" in text
     assert "2 pods of 1 rank:" in capsys.readouterr().err
 
 
@@ -117,6 +117,7 @@ def test_the_file_says_how_to_start_the_job(tmp_path: Path, capsys: pytest.Captu
         ("--image i -np 2 --elastic-timeout 9 python train.py", "--elastic-timeout: only elastic jobs have it"),
         ("--image i -np 2 --kubernetes-kind elastic --gpus-per-pod 2 python train.py", "expected 2 pods or more"),
         ("--image i -np 2 --job-name 7 python train.py", "--job-name: expected lower-case letters"),
+        ("--image i -np 2 --namespace a;b python train.py", "--namespace: expected lower-case letters"),
         ("--image i -np 2 --kubernetes /no/such/folder/job.yaml python train.py", "cannot write"),
     ],
 )

@@ -16,7 +16,7 @@ import pytest
 
 from collectives.tools import demo
 from collectives.tools.bench import cli
-from collectives.tools.bench.ranks import is_launched, launched_rank
+from collectives.tools.bench.ranks import launched_rank, launchers_variable
 from collectives.tools.command import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -100,10 +100,18 @@ def test_a_picture_needs_a_benchmarks_file(tmp_path: Path) -> None:
 
 
 def test_who_has_started_this_process() -> None:
-    assert not is_launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}), "a job's script is no rank"
-    assert is_launched({"SLURM_PROCID": "0", "SLURM_STEP_ID": "1"})
-    assert is_launched({"RANK": "0"}) and is_launched({"OMPI_COMM_WORLD_RANK": "0"}) and not is_launched({})
+    assert launchers_variable({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None, "a job's script is no rank"
+    assert launchers_variable({"SLURM_PROCID": "0", "SLURM_STEP_ID": "1"}) == "SLURM_PROCID"
+    assert launchers_variable({"RANK": "0"}) == "RANK" and launchers_variable({}) is None
     assert launched_rank({"RANK": "3", "WORLD_SIZE": "4"}) == 3, "torchrun's, whose other ranks say nothing"
+
+
+def test_another_number_of_ranks_than_the_launchers_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    message = collectives("bench", "allreduce", "-np", "4", cwd=tmp_path, expect=2).stderr
+    assert "expected -np 1, got -np 4: RANK says that a launcher" in message
 
 
 def test_the_plan_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:

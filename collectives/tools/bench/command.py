@@ -12,14 +12,15 @@ from collectives.launch.command_line import make_parser, split
 from collectives.launch.hosts import allotted
 from collectives.tools.bench import cli, plot, run
 from collectives.tools.bench.definitions import COLLECTIVES
-from collectives.tools.bench.ranks import is_launched
+from collectives.tools.bench.ranks import launchers_variable
 
 _USAGE = f"""\
 usage: collectives bench [-np N] [-H HOST:N,...] [options of collectivesrun] COLLECTIVE [flags]
        collectives bench plot RESULTS.json PICTURE.png
 
 Time and check a collective over sizes, on 2 ranks unless told otherwise. Where a launcher has started this program
-(collectivesrun, mpirun, srun, torchrun), it is one of the launcher's ranks, and -np and -H have no effect.
+(collectivesrun, mpirun, srun, torchrun), it is one of the launcher's ranks: -H has no effect, and -np is an error if
+there are more or fewer.
 
 COLLECTIVE: {", ".join(COLLECTIVES)}
 collectives bench COLLECTIVE --help shows the flags
@@ -54,14 +55,14 @@ def _start(arguments: Sequence[str]) -> int:
             own += split(parser, flags[at : at + 2])[0]
             del flags[at : at + 2]
     options = parser.parse_args(own)
-    if is_launched(os.environ):
-        return rank(name, *flags)
+    if launchers_variable(os.environ):
+        return rank(name, *flags, size=options.ranks)
     cli.settings(cli.parser(f"collectives bench {name}", COLLECTIVES[name]), flags)  # says mistakes
     if not (options.ranks or options.hosts or options.hostfile or allotted(os.environ)):
         own += ["-np", "2"]
     return launch.main([*own, "--no-tag", sys.executable, "-m", "collectives.tools.bench", name, *flags])
 
 
-def rank(name: str, *flags: str) -> int:
-    """Be one of the ranks, and return its exit code."""
-    return run.main(f"collectives bench {name}", COLLECTIVES[name], flags)
+def rank(name: str, *flags: str, size: int | None = None) -> int:
+    """Be one of the ranks, of which there must be as many as ``size``, if it is given, and return its exit code."""
+    return run.main(f"collectives bench {name}", COLLECTIVES[name], flags, size=size)

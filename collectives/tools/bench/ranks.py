@@ -31,10 +31,12 @@ def launched_rank(environment: Mapping[str, str] | None = None) -> int:
     return 0
 
 
-def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process as a rank. (A Slurm job's script has a rank's number as well.)"""
+def launchers_variable(environment: Mapping[str, str]) -> str | None:
+    """The variable with which a launcher has made this process a rank. (A Slurm job's script has a rank's number as
+    well.)"""
     in_slurms_script = "SLURM_STEP_ID" not in environment
-    return any(name in environment for name in _VARIABLES if not (in_slurms_script and name == "SLURM_PROCID"))
+    names = [name for name in _VARIABLES if name in environment and not (in_slurms_script and name == "SLURM_PROCID")]
+    return names[0] if names else None
 
 
 class Ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,7 @@ from collectives.tools.bench.contest import Contest, Peer
 from collectives.tools.bench.device import Memory, check_memory, memories
 from collectives.tools.bench.measure import OURS, Record
 from collectives.tools.bench.progress import Progress
-from collectives.tools.bench.ranks import Ranks, session
+from collectives.tools.bench.ranks import Ranks, launchers_variable, session
 
 Row = tuple[np.dtype, str, int, int]
 """(dtype, operation, count, size in bytes)"""
@@ -32,15 +33,27 @@ def main(
     arguments: Sequence[str] | None = None,
     peers: cli.Peers = cli.NO_PEERS,
     connect: Connect = lambda *_: nullcontext({}),
+    size: int | None = None,
 ) -> int:
     """Be a rank of a benchmark, and return its exit status: 1 after wrong values, 2 after wrong arguments.
 
     Args:
         program: its name in messages.
         peers, connect: the other libraries that can take part, and how they are started.
+        size: the number of ranks that was asked for.
     """
     settings = cli.settings(cli.parser(program, collective, peers), arguments)
     with session() as ranks:
+        if size not in (None, ranks.size):
+            if ranks.rank == 0:
+                variable = launchers_variable(os.environ)
+                print(
+                    f"{program}: error: expected -np {ranks.size}, got -np {size}: {variable} says that a launcher has "
+                    f"started the ranks; without it -np starts them",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return 2
         return run(program, collective, settings, ranks, connect)
 
 

@@ -9,10 +9,11 @@ x = collectives.allreduce(...)       # on all ranks, which have joined each othe
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from typing import Any
 
-from collectives.notebook.session import Session
+from collectives.notebook.session import Session, size_and_hosts
 
 _session: Session | None = None
 
@@ -25,7 +26,8 @@ def load_ipython_extension(shell: Any) -> None:
     def collectives(line: str, cell: str | None = None) -> None:
         words = shlex.split(line)
         if cell is not None:
-            started(words).run(cell)
+            with contextlib.suppress(SystemExit):  # --help and --version have shown theirs
+                started(words).run(cell)
         elif words == ["stop"]:
             stop()
         else:
@@ -40,14 +42,17 @@ def unload_ipython_extension(shell: Any) -> None:
 
 
 def started(options: list[str]) -> Session:
-    """The running ranks, if they were started with these options or none are given; else new ones."""
+    """The running ranks, if they were started with these options or none are given; else new ones, without options
+    given started with those of the ranks that have ended."""
     global _session
-    if _session is not None and _session.alive and options in ([], _session.options):
+    options = options or (_session.options if _session is not None else ["-np", "2"])
+    if _session is not None and _session.alive and options == _session.options:
         return _session
+    size_and_hosts(options)  # what is wrong with them is said before the running ranks end
     if _session is not None and _session.alive:
         print(f"collectives: other options: the {len(_session.ranks)} ranks end, and new ones start without variables")
     stop()
-    _session = Session(options or ["-np", "2"])
+    _session = Session(options)
     return _session
 
 

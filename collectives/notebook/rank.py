@@ -25,6 +25,9 @@ VARIABLE = "COLLECTIVES_NOTEBOOK"
 MARK = "\x1e"
 """Ends what an order has had this rank print, on both streams: output takes longer than the answer."""
 
+INTERRUPT, END = (0, "interrupt"), (0, "end")
+"""Orders, which are tuples: a number that returns with the answer (0: there is none), what to do, and details."""
+
 
 class Rank:
     """Attributes: ``names``: the variables of the cells."""
@@ -40,9 +43,10 @@ class Rank:
         collectives.init()
         self._connection.send((collectives.rank(), os.getpid(), os.uname().nodename))
         threading.Thread(target=self._receive, name="collectives-notebook", daemon=True).start()
+        number = 0
         while True:
             try:
-                what, *details = self._orders.get()
+                number, what, *details = self._orders.get()
                 if what == "end":
                     return
                 self._is_busy = True
@@ -51,9 +55,11 @@ class Rank:
             except KeyboardInterrupt:
                 answer = ("error", "KeyboardInterrupt", "KeyboardInterrupt", True)
             self._is_busy = False
+            if not number:
+                continue  # nobody waits for an answer
             for stream in (sys.stdout, sys.stderr):
                 print(MARK, file=stream, flush=True)
-            self._connection.send(answer)
+            self._connection.send((number, answer))
 
     def _receive(self) -> None:
         main = threading.main_thread().ident
@@ -62,13 +68,13 @@ class Rank:
             try:
                 order = self._connection.recv()
             except (EOFError, OSError):
-                order = ("end",)
-            if order == ("interrupt",):
+                order = END
+            if order == INTERRUPT:
                 if self._is_busy:
                     signal.pthread_kill(main, signal.SIGINT)
                 continue
             self._orders.put(order)
-            if order == ("end",):
+            if order == END:
                 return
 
     def _cell(self, source: str, number: int) -> tuple[Any, ...]:

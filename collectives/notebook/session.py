@@ -8,24 +8,29 @@ import os
 import re
 import secrets
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import IO, Any
 
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
 from collectives.launch import cli, ssh
 from collectives.launch.agent import die_with_parent
 from collectives.launch.api import search_path
-from collectives.notebook.rank import MARK, VARIABLE
+from collectives.launch.hosts import Host
+from collectives.notebook.rank import END, INTERRUPT, MARK, VARIABLE
 
 _LOOK = 0.05
 """Seconds between two looks at the ranks' output."""
 _START_WITHIN = 120.0
+_HANDSHAKE_WITHIN = 10
+"""Whole seconds."""
 _GRACE = 1.0
 """Seconds after a rank's error in which the others may end the cell by themselves; then they are told."""
 _OUTPUT_WITHIN = 2.0
@@ -35,6 +40,19 @@ _AFTER_INTERRUPT = 10.0
 _AFTER_TERMINATE = 5.0
 _SAID_AFTER = 2.0
 """Seconds after which a cell that runs is said to run."""
+
+
+def size_and_hosts(options: Sequence[str]) -> tuple[int, Sequence[Host]]:
+    """The number of ranks, and their hosts, that options of ``collectivesrun`` ask for.
+
+    Raises:
+        InvalidArgumentError: the options cannot be understood.
+        SystemExit: they asked for the help or the version, which is printed.
+    """
+    elastic, size, hosts = cli.check_arguments([*options, sys.executable])
+    if elastic:
+        raise InvalidArgumentError("%%collectives: the ranks of a notebook stay; elastic jobs are programs")
+    return size, hosts
 
 
 class Session:
@@ -56,21 +74,26 @@ class Session:
 
     def __init__(self, options: Sequence[str]) -> None:
         self.options = list(options)
-        elastic, size, hosts = cli.check_arguments([*options, sys.executable])
-        if elastic:
-            raise InvalidArgumentError("%%collectives: the ranks of a notebook stay; elastic jobs are programs")
+        size, hosts = size_and_hosts(options)
         elsewhere = [host.name for host in hosts if not ssh.is_here(host.name)]
         self._output: deque[tuple[bool, bytes]] = deque()
         self._rests = {True: "", False: ""}
         """The incomplete last line of each stream."""
-        self._ended = {True: 0, False: 0}
-        """How many ranks have printed all that they have to, on each stream."""
+        self._awaited = {True: 0, False: 0}
+        """The marks that have yet to come, on each stream: also those of orders that were given up."""
+        self._said: dict[int, tuple[int, tuple[Any, ...]]] = {}
+        """For each rank the number of the order that it has answered last, and the answer."""
+        self._is_broken = False
+        """Whether a rank has ended."""
+        self._heard = threading.Event()
+        """Set after either has changed."""
+        self._orders = 0
         self._cells = 0
         self._is_stale = False
         self.alive = False
         key = secrets.token_bytes(32)
-        with Listener((ssh.address_for(elsewhere, "", ssh.Ssh()), 0), backlog=size, authkey=key) as listener:
-            host, port = listener.address
+        with socket.create_server((ssh.address_for(elsewhere, "", ssh.Ssh()), 0), backlog=size) as listener:
+            host, port = listener.getsockname()
             environment = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(search_path()),
@@ -91,23 +114,16 @@ class Session:
             for pipe, is_error in ((self._process.stdout, False), (self._process.stderr, True)):
                 threading.Thread(target=self._read, args=(pipe, is_error), daemon=True).start()
             try:
-                self._connections = self._accept(listener, size)
+                self._connections = self._accept(listener, size, key)
             except BaseException:
                 self.close()
                 raise
         self.alive = True
 
-    def _accept(self, listener: Listener, size: int) -> list[Connection]:
+    def _accept(self, listener: socket.socket, size: int, key: bytes) -> list[Connection]:
         """The ranks' connections, in the order of ranks."""
         came: dict[int, tuple[Connection, tuple[int, str]]] = {}
-        accepted: list[Connection] = []
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while len(accepted) < size:
-                    accepted.append(listener.accept())
-
-        threading.Thread(target=accept, daemon=True).start()
+        listener.settimeout(_LOOK)
         end = time.monotonic() + _START_WITHIN
         while len(came) < size:
             if self._process.poll() is not None:
@@ -118,16 +134,35 @@ class Session:
                     f"%%collectives: {len(came)} of {size} ranks were there after {_START_WITHIN:g} s; what they have "
                     "printed is above"
                 )
-            known = [connection for connection, _ in came.values()]
-            for connection in wait([each for each in list(accepted) if each not in known], _LOOK):
-                assert isinstance(connection, Connection)
-                rank, process, host = connection.recv()
-                came[rank] = connection, (process, host)
-            if not accepted:
-                time.sleep(_LOOK)  # a Listener cannot be waited for
+            with contextlib.suppress(TimeoutError):
+                peer, _ = listener.accept()
+                threading.Thread(target=self._hear, args=(peer, key, came), daemon=True).start()
             self.show_output()
         self.ranks = [came[rank][1] for rank in range(size)]
         return [came[rank][0] for rank in range(size)]
+
+    def _hear(self, peer: socket.socket, key: bytes, came: dict[int, tuple[Connection, tuple[int, str]]]) -> None:
+        """Receive what a rank says. In a thread, because an interrupt in the middle of a message would lose it."""
+        with peer:
+            connection = Connection(os.dup(peer.fileno()))
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HANDSHAKE_WITHIN, 0))
+            try:
+                deliver_challenge(connection, key)
+                answer_challenge(connection, key)
+            except Exception:  # no rank: anyone may connect, and say anything
+                return
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        try:
+            rank, process, host = connection.recv()
+            came[rank] = connection, (process, host)
+            while True:
+                self._said[rank] = connection.recv()
+                self._heard.set()
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._is_broken = True
+            self._heard.set()
 
     def _read(self, pipe: IO[bytes], is_error: bool) -> None:
         while data := os.read(pipe.fileno(), 1 << 16):
@@ -140,7 +175,7 @@ class Session:
             text = self._rests[is_error] + data.decode(errors="replace")
             end = max(text.rfind("\n"), text.rfind("\r")) + 1
             self._rests[is_error] = text[end:]
-            self._ended[is_error] += text[:end].count(MARK)
+            self._awaited[is_error] -= text[:end].count(MARK)
             shown = _MARKED_LINE.sub("", text[:end]).replace(MARK, "")
             if shown:
                 print(shown, end="", file=sys.stderr if is_error else sys.stdout, flush=True)
@@ -148,10 +183,11 @@ class Session:
     def _show_rest(self) -> None:
         """Show what the ranks have printed until their answers."""
         end = time.monotonic() + _OUTPUT_WITHIN
-        while min(self._ended.values()) < len(self._connections) and time.monotonic() < end:
+        while max(self._awaited.values()) > 0 and time.monotonic() < end:
             self.show_output()
             time.sleep(0.001)  # two threads fill the deque
         self.show_output()
+        self._awaited = {True: 0, False: 0}  # without those of an order that did not reach all ranks
 
     def status(self) -> str:
         """One line a rank."""
@@ -165,10 +201,10 @@ class Session:
             KeyboardInterrupt: the cell was interrupted, on all ranks.
         """
         if self._is_stale:
-            self._ask(("renew",))
+            self._ask("renew")
             self._is_stale = False
         self._cells += 1
-        answers = self._ask(("cell", source, self._cells))
+        answers = self._ask("cell", source, self._cells)
         errors = {rank: answer for rank, answer in answers.items() if answer[0] == "error"}
         self._is_stale = self._is_stale or any(answer[0] == "done" and answer[1] for answer in answers.values())
         if not errors:
@@ -183,46 +219,50 @@ class Session:
 
     def pull(self, name: str) -> list[Any]:
         """See `collectives.notebook.pull`."""
-        answers = self._ask(("pull", name))
-        for rank, answer in answers.items():
+        answers = self._ask("pull", name)
+        for rank, answer in sorted(answers.items()):
             if answer[0] == "error":
                 raise RankFailedError(f"collectives.notebook.pull: rank {rank}: {answer[1]}")
         loads: Callable[[bytes], Any] = importlib.import_module("cloudpickle").loads
         return [loads(answers[rank][1]) for rank in range(len(answers))]
 
-    def _ask(self, order: tuple[Any, ...]) -> dict[int, tuple[Any, ...]]:
+    def _ask(self, *order: Any) -> dict[int, tuple[Any, ...]]:
         """Give all ranks an order, and wait for their answers, however long a cell takes."""
         answers: dict[int, tuple[Any, ...]] = {}
-        self._ended = {True: 0, False: 0}
-        numbers = {id(connection): rank for rank, connection in enumerate(self._connections)}
+        self._orders += 1
+        self._awaited = {is_error: number + len(self._connections) for is_error, number in self._awaited.items()}
         progress = _Progress(len(self._connections))
-        with self._told(order):
+        with self._told((self._orders, *order)):
             interrupted = failed_at = 0.0
             while len(answers) < len(self._connections):
                 try:
-                    pending = [each for rank, each in enumerate(self._connections) if rank not in answers]
-                    for connection in wait(pending, _LOOK):
-                        assert isinstance(connection, Connection)
-                        answers[numbers[id(connection)]] = connection.recv()
+                    self._heard.wait(_LOOK)
+                    self._heard.clear()
+                    for rank, (number, answer) in list(self._said.items()):
+                        if number == self._orders:  # else its order was given up
+                            answers[rank] = answer
+                    if self._is_broken or self._process.poll() is not None:
+                        raise EOFError
                     self.show_output()
                     progress.show(answers)
                     if not failed_at and any(answer[0] == "error" for answer in answers.values()):
                         failed_at = time.monotonic()
                     if failed_at and time.monotonic() > failed_at + _GRACE and not self._is_stale:
                         self._fail(answers)
-                    if interrupted and time.monotonic() > interrupted + _AFTER_INTERRUPT:
+                    is_late = bool(interrupted) and time.monotonic() > interrupted + _AFTER_INTERRUPT
+                    if is_late and max(self._awaited.values()) > 0:  # else the answers are on their way, and large
                         raise EOFError
                 except KeyboardInterrupt:
                     if interrupted:
                         raise
                     interrupted = time.monotonic()
                     for connection in self._connections:
-                        connection.send(("interrupt",))
-        self._show_rest()
-        progress.close()
-        if interrupted:
-            self._is_stale = True
-            raise KeyboardInterrupt
+                        connection.send(INTERRUPT)
+            self._said.clear()  # answers may be large
+            self._show_rest()
+            progress.close()
+            if interrupted:
+                raise KeyboardInterrupt
         return answers
 
     def _fail(self, answers: Mapping[int, tuple[Any, ...]]) -> None:
@@ -230,17 +270,19 @@ class Session:
         self._is_stale = True
         for rank, answer in answers.items():
             if answer[0] == "error":
-                self._connections[rank].send(("fail", answer[2] or answer[1]))
-                self._connections[rank].recv()
-                self._ended = {is_error: number - 1 for is_error, number in self._ended.items()}
+                self._connections[rank].send((0, "fail", answer[2] or answer[1]))
 
     @contextlib.contextmanager
     def _told(self, order: tuple[Any, ...]) -> Any:
-        """In the body the ranks obey; if one of them ends meanwhile, so does the session."""
+        """In the body the ranks obey; if one of them ends meanwhile, so does the session. After an interrupt they may
+        still be at the order, or some may not have got it: the next cell has them join each other anew."""
         try:
             for connection in self._connections:
                 connection.send(order)
             yield
+        except KeyboardInterrupt:
+            self._is_stale = True
+            raise
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_AFTER_TERMINATE)
@@ -255,7 +297,7 @@ class Session:
         self.alive = False
         for connection in getattr(self, "_connections", ()):
             with contextlib.suppress(OSError):
-                connection.send(("end",))
+                connection.send(END)
         try:
             self._process.wait(_AFTER_TERMINATE)
         except subprocess.TimeoutExpired:

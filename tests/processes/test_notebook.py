@@ -1,12 +1,17 @@
 """Ranks between the cells of a notebook, in a real kernel."""
 
 import os
+import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+
+from collectives.base.errors import RankFailedError
+from collectives.notebook.session import Session
 
 pytest.importorskip("ipykernel", reason="ipykernel is not installed")
 manager = pytest.importorskip("jupyter_client.manager", reason="jupyter_client is not installed")
@@ -30,8 +35,9 @@ class Kernel:
             startup_timeout=WITHIN, kernel_name="python3", env={**os.environ, "PYTHONPATH": ROOT}
         )
 
-    def run(self, cell: str, interrupt_at: str = "") -> Shown:
-        """Run a cell, and interrupt it when it has printed something."""
+    def run(self, cell: str, *interrupt_at: str) -> Shown:
+        """Run a cell, and interrupt it each time that it has printed the next of some texts."""
+        texts = list(interrupt_at)
         number = self._client.execute(cell)
         text = value = error = ""
         end = time.monotonic() + WITHIN
@@ -42,8 +48,8 @@ class Kernel:
             content = message["content"]
             if message["msg_type"] == "stream":
                 text += content["text"]
-                if interrupt_at and interrupt_at in text:
-                    interrupt_at = ""
+                if texts and texts[0] in text:
+                    del texts[0]
                     self.manager.interrupt_kernel()
             elif message["msg_type"] == "execute_result":
                 value = content["data"]["text/plain"]
@@ -93,22 +99,95 @@ def test_a_rank_that_raises_ends_the_cell_and_no_more(kernel: Kernel) -> None:
 
 def test_an_interrupt_reaches_all_ranks(kernel: Kernel) -> None:
     cell = "%%collectives\nprint('begun')\nwhile True:\n    collectives.barrier()"
-    assert kernel.run(cell, interrupt_at="begun").error.startswith("KeyboardInterrupt")
+    assert kernel.run(cell, "begun").error.startswith("KeyboardInterrupt")
+    assert kernel.run("%%collectives\nx.tolist()").lines == ["[0] [1.0, 1.0]", "[1] [2.0, 2.0]"]
+
+
+def test_a_cell_that_two_interrupts_gave_up_does_not_answer_for_the_next(kernel: Kernel) -> None:
+    cell = """%%collectives
+import time
+print("begun")
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("stubborn")
+    time.sleep(1)"""
+    assert kernel.run(cell, "begun", "stubborn").error.startswith("KeyboardInterrupt")
+    assert "ValueError: new" in kernel.run("%%collectives\nraise ValueError('new')").error
+    assert kernel.run("pull('x')").value == "[array([1., 1.]), array([2., 2.])]"
+
+
+def test_an_interrupt_in_the_middle_of_an_answer_loses_none(kernel: Kernel) -> None:
+    assert not kernel.run("%%collectives\nbig = np.ones(8_000_000)").error
+    cell = """import os, signal
+from multiprocessing.connection import Connection
+receive = Connection._recv
+def interrupted(self, size, *rest):
+    if size > 1000:
+        Connection._recv = receive
+        os.kill(os.getpid(), signal.SIGINT)
+    return receive(self, size, *rest)
+Connection._recv = interrupted
+pull("big")"""
+    assert kernel.run(cell).error.startswith("KeyboardInterrupt")
     assert kernel.run("%%collectives\nx.tolist()").lines == ["[0] [1.0, 1.0]", "[1] [2.0, 2.0]"]
 
 
 def test_a_dead_rank_is_said_and_the_next_cell_starts_others(kernel: Kernel) -> None:
-    cell = "%%collectives\nimport os\nif collectives.rank() == 1:\n    os.kill(os.getpid(), 9)\ncollectives.barrier()"
+    kill = "import os\nif collectives.rank() == 2:\n    os.kill(os.getpid(), 9)\ncollectives.barrier()"
+    cell = f"%%collectives -np 3\n{kill}"
     shown = kernel.run(cell)
     assert "the ranks have ended" in shown.error
-    assert any("rank 1 on" in line and "SIGKILL" in line for line in shown.lines)
-    assert kernel.run("%%collectives -np 2\n'x' in globals()").lines == ["[0] False", "[1] False"]
+    assert any("rank 2 on" in line and "SIGKILL" in line for line in shown.lines)
+    assert kernel.run("%%collectives\n'x' in globals()").lines == ["[0] False", "[1] False", "[2] False"]
     assert not kernel.run("%collectives stop").error
     assert kernel.run("%collectives").lines == ["no ranks run; %%collectives -np 4 starts some"]
 
 
 def test_wrong_options_are_said(kernel: Kernel) -> None:
     assert "expected host:ranks" in kernel.run("%%collectives -H ,\n1").error
+
+
+def test_help_is_shown_and_raises_nothing(kernel: Kernel) -> None:
+    shown = kernel.run("%%collectives --help\n1")
+    assert not shown.error and any(line.startswith("usage: collectivesrun") for line in shown.lines)
+
+
+def test_connections_of_others_hold_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is silent, one leaves at once, one says something else."""
+    others: list[socket.socket] = []
+    create = socket.create_server
+
+    def with_others(*arguments: Any, **options: Any) -> socket.socket:
+        listener = create(*arguments, **options)
+        others.extend(socket.create_connection(listener.getsockname()) for _ in range(3))
+        others[1].close()
+        others[2].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        return listener
+
+    monkeypatch.setattr(socket, "create_server", with_others)
+    session = Session(["-np", "2", "--launcher", "ssh"])
+    try:
+        assert len(session.status().splitlines()) == 2
+    finally:
+        session.close()
+        for other in others:
+            other.close()
+
+
+def test_the_death_of_a_rank_whose_child_holds_its_connection_is_seen() -> None:
+    session = Session(["-np", "1", "--launcher", "ssh"])
+    child = 0
+    try:
+        session.run("import os, signal\nchild = os.fork()\nif child == 0:\n    os.setsid()\n    signal.pause()")
+        (child,) = session.pull("child")
+        os.kill(session.ranks[0][0], signal.SIGKILL)
+        with pytest.raises(RankFailedError, match="the ranks have ended"):
+            session.run("1")
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+        session.close()
 
 
 def test_run_shows_the_ranks_output_in_the_cell(kernel: Kernel) -> None:

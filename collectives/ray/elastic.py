@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError, NotInitializedError, RankFailedError
@@ -25,6 +28,8 @@ from collectives.launch.relayed import RelayedAgents
 from collectives.ray.nodes import Hosts, Remote, Slot
 
 _WIDTH = 4
+_END_WITHIN = 20.0
+"""Seconds for which an interrupted job may end in order: its ranks get signals, folders are removed."""
 _OURS = ("COLLECTIVES_", "HOROVOD_")
 
 
@@ -44,8 +49,9 @@ class ElasticSettings:
 class ElasticRayExecutor:
     """Runs training functions that survive the loss of ranks and nodes, and take in new ones; see docs/elastic.md.
 
-    Each node has as many ranks as its CPUs and GPUs have room for, which are reserved for the job; nodes that come
-    later are taken in. The launcher's driver decides, as for ``collectivesrun --host-discovery-script``.
+    Each node has as many ranks as its free CPUs and GPUs have room for when the job begins to use it; they are reserved
+    for the job. Nodes that come later are taken in. The launcher's driver decides, as for ``collectivesrun
+    --host-discovery-script``.
 
     Args:
         settings: of `create_settings`; by default its defaults.
@@ -161,18 +167,35 @@ class ElasticRayExecutor:
         )
         call = pickled(worker_fn, (), {})
         launcher = ray.remote(_Launcher).options(num_cpus=0).remote()
+        running = None
         try:
+            node, process = ray.get(launcher.here.remote())
             running = launcher.run.remote(rules, self._discovery, self._slot, call, environment, settings.timeout_s)
             results: bytes = ray.get(running)
             return list(importlib.import_module("cloudpickle").loads(results))
         except RayActorError as error:
             raise RankFailedError(f"ElasticRayExecutor.run: the job's launcher has ended: {error}") from error
+        except KeyboardInterrupt:
+            if running is not None:
+                where = NodeAffinitySchedulingStrategy(node, soft=False)
+                ray.remote(_terminate).options(num_cpus=0, scheduling_strategy=where).remote(process)
+                ray.wait([running], timeout=_END_WITHIN)
+            raise
         finally:
             ray.kill(launcher)
 
 
+def _terminate(process: int) -> None:
+    """On the launcher's node: end its job. Its own methods cannot: the one that runs has the main thread."""
+    os.kill(process, signal.SIGTERM)
+
+
 class _Launcher:
     """The actor in which the job's driver runs: nodes reach it, wherever the program is."""
+
+    def here(self) -> tuple[str, int]:
+        """Node and process."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def run(
         self,
@@ -186,11 +209,11 @@ class _Launcher:
         with tempfile.TemporaryDirectory(prefix="collectives-ray-") as folder:
             os.chdir(folder)  # the folder in which ranks start, on all nodes
             config = Config.from_environment(environment)
-            remote = Remote(timeout=timeout, folder=folder, call=call, slot=slot)
+            remote = Remote(timeout=timeout, folder=folder, call=call, slot=slot, most=rules.largest)
             program = [sys.executable, "-m", "collectives.launch.run_function", folder]
             members = RelayedAgents(
                 rules,
-                discovery,
+                partial(remote.look, discovery),
                 before_rank.pack(["", str(_WIDTH), "", "", *program]),
                 environment,
                 config,
@@ -205,3 +228,4 @@ class _Launcher:
                 return data
             finally:
                 os.chdir("/")
+                remote.close()

@@ -20,7 +20,7 @@ from collectives.base.errors import (
     UnsupportedError,
 )
 from collectives.launch import hosted_ranks
-from collectives.launch.hosted_ranks import Outcome
+from collectives.launch.hosted_ranks import Outcome, Site
 from collectives.launch.records import Record
 from collectives.ray.elastic import ElasticRayExecutor
 from collectives.ray.placement import Group, Shape
@@ -101,9 +101,9 @@ class RayExecutor:
         self._makes_executable: Callable[[], Any] = lambda: None
         self._group: Group | None = None
         self._workers: list[Any] = []
-        self._hosts: list[str] = []
+        self._sites: list[Site] = []
         self._lost = ""
-        """Which worker's process has ended."""
+        """Why the workers cannot be called any more."""
         if min_workers is not None:
             if num_workers is not None or num_hosts is not None:
                 raise InvalidArgumentError("RayExecutor: expected min_workers, or num_workers or num_hosts, got both")
@@ -201,7 +201,7 @@ class RayExecutor:
         self._within([worker.be.remote(variables) for worker, variables in zip(workers, places, strict=True)])
         order = sorted(range(len(workers)), key=lambda number: int(places[number]["COLLECTIVES_RANK"]))
         self._workers = [workers[number] for number in order]
-        self._hosts = [sites[number].name for number in order]
+        self._sites = [sites[number] for number in order]
 
     def _within(self, references: Sequence[Any]) -> list[Any]:
         """What the workers answer while they start."""
@@ -218,11 +218,13 @@ class RayExecutor:
         """Call ``fn(executable)`` on all ranks; otherwise as `run`."""
         if self._elastic is not None:
             return self._elastic.run(partial(_with_executable, self._makes_executable, fn), callbacks)
-        return self._collect(lambda worker, queue: worker.execute.remote(fn, queue), callbacks, "execute")
+        return self._collect(
+            lambda worker, places, queue: worker.execute.remote(places, fn, queue), callbacks, "execute"
+        )
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call ``fn(executable)`` on rank 0 alone, and return its result."""
-        return self._results([self._all()[0].execute.remote(fn)], "execute_single")[0]
+        return self._results([self._all()[0].execute.remote([], fn)], "execute_single")[0]
 
     def run(
         self,
@@ -242,20 +244,26 @@ class RayExecutor:
 
         Raises:
             RankFailedError: a rank has raised, or its process has ended; has the traceback of the first failure. The
-                others' collectives end. If no process has ended, the executor can be used again.
+                others' collectives end. The executor can be used again unless a process has ended, or some rank's
+                function does not return.
+            BaseException: what a callback has raised, or Ctrl-C; the workers are ended, so that `shutdown` and `start`
+                have to be called.
             NotInitializedError: the workers have not been started.
         """
         given, named = list(args or ()), dict(kwargs or {})
         if self._elastic is not None:
             return self._elastic.run(partial(fn, *given, **named), callbacks)
-        return self._collect(lambda worker, queue: worker.call.remote(fn, given, named, queue), callbacks, "run")
+        return self._collect(
+            lambda worker, places, queue: worker.call.remote(places, fn, given, named, queue), callbacks, "run"
+        )
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on all ranks, and return references to the results at once, for ``ray.get``."""
         given, named = list(args or ()), dict(kwargs or {})
-        return [worker.result.remote(fn, given, named) for worker in self._all()]
+        places = self._places()
+        return [worker.result.remote(places, fn, given, named) for worker in self._all()]
 
     def shutdown(self) -> None:
         """End the workers. Idempotent."""
@@ -275,12 +283,17 @@ class RayExecutor:
             raise RankFailedError(f"RayExecutor: {self._lost}")
         return self._workers
 
+    def _places(self) -> Any:
+        """A reference to the ranks' places. Rank 0 chooses ports shortly before they are bound."""
+        return self._all()[0].places.remote(self._sites)
+
     def _collect(
-        self, begin: Callable[[Any, Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None, what: str
+        self, begin: Callable[[Any, Any, Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None, what: str
     ) -> list[Any]:
         queue = Queue(actor_options={"num_cpus": 0}) if callbacks else None
         try:
-            references = [begin(worker, queue) for worker in self._all()]
+            places = self._places()
+            references = [begin(worker, places, queue) for worker in self._all()]
             return self._results(references, what, queue, callbacks or ())
         finally:
             if queue is not None:
@@ -293,6 +306,23 @@ class RayExecutor:
         queue: Any = None,
         callbacks: Sequence[Callable[[Any], Any]] = (),
     ) -> list[Any]:
+        try:
+            outcomes = self._outcomes(references, queue, callbacks)
+        except BaseException as error:
+            self._end(f"an earlier call has been given up for {type(error).__name__}")
+            raise
+        return hosted_ranks.results([outcomes[each] for each in references if each in outcomes], f"RayExecutor.{what}")
+
+    def _end(self, why: str) -> None:
+        """End the workers, whose functions cannot be made to return."""
+        self._lost = f"{why}: call shutdown() and start() again"
+        for worker in self._workers:
+            ray.kill(worker)
+
+    def _outcomes(
+        self, references: Sequence[Any], queue: Any, callbacks: Sequence[Callable[[Any], Any]]
+    ) -> dict[Any, Outcome]:
+        """What the calls have come to; after a failure without those that do not end."""
         outcomes: dict[Any, Outcome] = {}
         end = float("inf")
         while len(outcomes) < len(references) and time.monotonic() < end:
@@ -309,22 +339,22 @@ class RayExecutor:
             _, busy = ray.wait(leaving, num_returns=len(leaving), timeout=_AFTER_FAILURE)
             ranks = ", ".join(str(leaving.index(reference)) for reference in busy)
             if busy and not self._lost:
-                self._lost = f"the functions of ranks {ranks} have not returned: call shutdown() and start() again"
-        return hosted_ranks.results([outcomes[each] for each in references if each in outcomes], f"RayExecutor.{what}")
+                self._end(f"the functions of ranks {ranks} have not returned, and the workers have been ended")
+        return outcomes
 
     def _outcome(self, reference: Any, rank: int) -> Outcome:
         try:
             outcome: Outcome = ray.get(reference)
             return outcome
         except RayActorError:
-            self._lost = (
-                f"the process of rank {rank} on {self._hosts[rank]} has ended: see Ray's logs, and the kernel's for "
-                "lack of memory; call shutdown() and start() again"
+            self._lost = self._lost or (  # without rank 0 the others have no places, which Ray says in the same way
+                f"the process of rank {rank} on {self._sites[rank].name} has ended: see Ray's logs, and the kernel's "
+                "for lack of memory; call shutdown() and start() again"
             )
             text = f"RankFailedError: {self._lost}"
         except RayError as error:
             text = f"{type(error).__name__}: {error}"
-        return Outcome(None, Record(rank, 1, text, time.time(), self._hosts[rank]))
+        return Outcome(None, Record(rank, 1, text, time.time(), self._sites[rank].name))
 
 
 def _with_executable(make: Callable[[], Any], function: Callable[[Any], Any]) -> Any:

@@ -5,13 +5,16 @@ An agent is a child of the actor that holds the node's resources; see `collectiv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
+from ray._private.state import available_resources_per_node  # nothing public says it for each node
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -21,6 +24,7 @@ from collectives.launch.discovery import Found
 from collectives.launch.hosts import Host
 
 _COLLECT_WITHIN = 30.0
+_CLOSE_WITHIN = 5.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def name_of(node: Mapping[str, Any]) -> str:
 
 
 class Hosts:
-    """Finds the nodes that are alive; callable as a discovery of `ElasticAgents`."""
+    """Finds the nodes that are alive, with as many slots as are free; callable as a discovery of `ElasticAgents`."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
@@ -50,10 +54,10 @@ class Hosts:
     def __call__(self) -> Found:
         try:
             nodes = [node for node in ray.nodes() if node["Alive"]]
+            free = available_resources_per_node()
         except RayError as error:
             return f"Ray does not say which nodes there are: {error}"
-        slots = {name_of(node): self._slot.of(node["Resources"]) for node in nodes}
-        return tuple(Host(name, number) for name, number in slots.items() if number)
+        return tuple(Host(name_of(node), self._slot.of(free.get(node["NodeID"], {}))) for node in nodes)
 
 
 class Node:
@@ -77,6 +81,27 @@ class Node:
         """What the ranks have left in the folder."""
         return {path.name: path.read_bytes() for path in self._folder.iterdir() if path.is_file() and path.name != CALL}
 
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Held(NamedTuple):
+    """What an actor holds of its node.
+
+    Attributes:
+        start: a reference that is there once the actor has started.
+        until: when it must have, on the monotonic clock.
+    """
+
+    actor: Any
+    slots: int
+    start: Any
+    until: float
+
+    def has_started(self) -> bool:
+        return bool(ray.wait([self.start], timeout=0)[0])
+
 
 @dataclass(frozen=True)
 class Remote(ssh.Ssh):
@@ -84,26 +109,44 @@ class Remote(ssh.Ssh):
 
     Attributes:
         timeout: seconds within which Ray has to start it.
+        most: ranks on a node.
     """
 
     folder: str = ""
     call: bytes = b""
     slot: Slot = Slot()
-    nodes: dict[str, Any] = field(default_factory=dict)
-    """The actors, by the names of their nodes."""
+    most: int | None = None
+    held: dict[str, _Held] = field(default_factory=dict)
+    """By the names of the nodes."""
+    offered: dict[str, int] = field(default_factory=dict)
+    """Slots, by the names of the nodes, as `look` has said last."""
+
+    def look(self, discovery: Callable[[], Found]) -> Found:
+        """What a discovery finds, in which a node with an actor of ours has the slots that this holds."""
+        found = discovery()
+        if isinstance(found, str):
+            return found
+        for name, held in list(self.held.items()):
+            if time.monotonic() > held.until and not held.has_started():  # another job has taken the place
+                ray.kill(self.held.pop(name).actor)
+        for host in found:
+            slots = self.held[host.name].slots if host.name in self.held else host.slots
+            self.offered[host.name] = slots if self.most is None else min(slots, self.most)
+        return tuple(Host(host.name, self.offered[host.name]) for host in found if self.offered[host.name])
 
     def command(self, host: str, words: Sequence[str]) -> list[str]:
         """Have the agent started on a node, and return the command that connects this process with it."""
         node = next(each for each in ray.nodes() if name_of(each) == host)
         cpus, gpus = self.slot.cpus, self.slot.gpus
-        number = self.slot.of(node["Resources"])
+        number = self.offered[host]
         actor = ray.remote(Node).options(
             num_cpus=number * cpus,
             num_gpus=number * gpus,
             max_concurrency=2,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )
-        self.nodes[host] = handle = actor.remote(self.folder, self.call)
+        handle = actor.remote(self.folder, self.call)
+        self.held[host] = _Held(handle, number, handle.__ray_ready__.remote(), time.monotonic() + self.timeout)
         address = ray.util.get_node_ip_address()
         port, key, command = relayed.make_relay(self.folder, address, self.timeout)
         handle.run.remote(address, port, key)
@@ -114,12 +157,18 @@ class Remote(ssh.Ssh):
         return host.partition("/")[0]
 
     def collect(self) -> None:
-        """Bring what ranks have left on the nodes that are alive into this process's folder; end the actors."""
-        pending = [actor.files.remote() for actor in self.nodes.values()]
+        """Bring what ranks have left on the nodes that are alive into this process's folder."""
+        pending = [held.actor.files.remote() for held in self.held.values() if held.has_started()]
         ready, _ = ray.wait(pending, num_returns=len(pending), timeout=_COLLECT_WITHIN) if pending else ([], [])
         for reference in ready:
             with suppress(RayError):  # of a node that is gone
                 for name, data in ray.get(reference).items():
                     Path(self.folder, name).write_bytes(data)
-        for actor in self.nodes.values():
-            ray.kill(actor)
+
+    def close(self) -> None:
+        """Remove the folders on the nodes, and end the actors."""
+        closing = [held.actor.close.remote() for held in self.held.values() if held.has_started()]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_WITHIN)
+        for held in self.held.values():
+            ray.kill(held.actor)

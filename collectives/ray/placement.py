@@ -64,8 +64,10 @@ class Group:
         group = placement_group(bundles, strategy=strategy)
         try:
             ray.get(group.ready(), timeout=timeout)
-        except GetTimeoutError:
+        except BaseException as error:
             remove_placement_group(group)
+            if not isinstance(error, GetTimeoutError):
+                raise
             there = {name: number for name, number in ray.cluster_resources().items() if name in ("CPU", "GPU")}
             raise CollectiveTimeoutError(
                 f"RayExecutor: Ray had no place for {len(bundles)} times {bundles[0]} ({strategy}) within {timeout:g} "

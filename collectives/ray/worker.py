@@ -44,21 +44,44 @@ class Worker:
         self.executable = outcome.returned
         return Outcome(None, outcome.failure)
 
+    def places(self, sites: Sequence[Site]) -> list[dict[str, str]]:
+        """On rank 0: the places of all ranks, which meet at ports that are free now; none: they have met.
+
+        Args:
+            sites: of the ranks when they were started.
+        """
+        return [] if runtime.is_initialized() else hosted_ranks.arrange([self.here()[2], *sites[1:]])
+
     def call(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], queue: Any = None
+        self,
+        places: Sequence[Mapping[str, str]],
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        queue: Any = None,
     ) -> Outcome:
-        """Call a function."""
+        """Call a function, in this rank's place if there are places."""
         global _queue
+        if places:
+            self.be(places[int(os.environ["COLLECTIVES_RANK"])])
         _queue = queue
         return hosted_ranks.call(function, args, kwargs)
 
-    def execute(self, function: Callable[[Any], Any], queue: Any = None) -> Outcome:
+    def execute(
+        self, places: Sequence[Mapping[str, str]], function: Callable[[Any], Any], queue: Any = None
+    ) -> Outcome:
         """Call a function with the executable."""
-        return self.call(function, [self.executable], {}, queue)
+        return self.call(places, function, [self.executable], {}, queue)
 
-    def result(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def result(
+        self,
+        places: Sequence[Mapping[str, str]],
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """Call a function, and return what it returns."""
-        return hosted_ranks.results([self.call(function, args, kwargs)], "RayExecutor.run_remote")[0]
+        return hosted_ranks.results([self.call(places, function, args, kwargs)], "RayExecutor.run_remote")[0]
 
     def leave(self) -> None:
         """Leave the other ranks, some of which have failed."""

@@ -22,7 +22,7 @@ from collectives.ray import RayExecutor, log  # noqa: E402
 
 pytestmark = pytest.mark.slow
 ROOT = str(Path(__file__).parents[2])
-SETTINGS = RayExecutor.create_settings(timeout_s=60, placement_group_timeout_s=2)
+SETTINGS = RayExecutor.create_settings(timeout_s=60, placement_group_timeout_s=60)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,6 +62,12 @@ def meet(culprit: int = -1) -> tuple[int, int, float, str | None]:
             raise ValueError("as asked")
         total = collectives.allreduce(np.full(4, rank + 1.0), average=False)
     return rank, collectives.local_rank(), float(total[0]), os.environ.get("OF_THE_TEST")
+
+
+def meet_for_ever() -> None:
+    log(meet())
+    while True:
+        collectives.barrier()
 
 
 def die() -> None:
@@ -105,6 +111,13 @@ def test_a_rank_that_raises_ends_the_call(executor: RayExecutor) -> None:
     assert len(executor.run(meet)) == 2
 
 
+def test_ranks_meet_at_a_port_that_is_free(executor: RayExecutor) -> None:
+    executor.run(collectives.shutdown)
+    address, port = executor.run(os.getenv, ["COLLECTIVES_RENDEZVOUS"])[0].removeprefix("tcp://").split(":")
+    with socket.create_server((address, int(port))):
+        assert [total for _, _, total, _ in executor.run(meet)] == [3.0, 3.0]
+
+
 def test_a_worker_that_is_killed_ends_the_call_and_is_replaced_by_start() -> None:
     executor = RayExecutor(SETTINGS, num_hosts=1, num_workers_per_host=2)
     executor.start()
@@ -114,14 +127,17 @@ def test_a_worker_that_is_killed_ends_the_call_and_is_replaced_by_start() -> Non
                 executor.run(die)
         executor.shutdown()
         executor.start()
-        assert executor.execute(lambda _: socket.gethostname()) == [socket.gethostname()] * 2
+        with pytest.raises(ZeroDivisionError):
+            executor.run(meet_for_ever, callbacks=[lambda _: 1 / 0])
+        with pytest.raises(RankFailedError, match=r"given up for ZeroDivisionError: call shutdown\(\) and start\(\)"):
+            executor.run(meet)
     finally:
         executor.shutdown()
 
 
 def test_what_has_no_place_is_said() -> None:
     for shape in ({"num_workers": 9}, {"num_hosts": 3, "num_workers_per_host": 1}):
-        executor = RayExecutor(SETTINGS, **shape)
+        executor = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=2), **shape)
         with pytest.raises(CollectiveTimeoutError, match=r"Ray had no place for \d times {'CPU': 1} .* within 2 s"):
             executor.start()
         executor.shutdown()

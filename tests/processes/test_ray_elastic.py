@@ -13,6 +13,8 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 
+from ray.util.placement_group import placement_group  # noqa: E402
+
 import collectives  # noqa: E402
 from collectives import InvalidArgumentError, RankFailedError  # noqa: E402
 from collectives.ray import ElasticRayExecutor, RayExecutor  # noqa: E402
@@ -66,10 +68,10 @@ def test_a_rank_is_killed_a_node_comes_and_goes(tmp_path: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     try:
         ray.init(cluster.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})
-        executor = ElasticRayExecutor(ElasticRayExecutor.create_settings(min_num_proc=1, timeout_s=60))
-        executor.start()
+        executor = RayExecutor(RayExecutor.create_settings(timeout_s=60), min_workers=1)
+        executor.start(executable_cls=str, executable_args=[tmp_path])
         results: list[Any] = []
-        job = threading.Thread(target=lambda: results.extend(executor.run(lambda: train(str(tmp_path)))), daemon=True)
+        job = threading.Thread(target=lambda: results.extend(executor.execute(train)), daemon=True)
         job.start()
 
         def sizes() -> list[int]:
@@ -87,13 +89,12 @@ def test_a_rank_is_killed_a_node_comes_and_goes(tmp_path: Path) -> None:
         assert len({(steps, total) for steps, total, _ in results}) == 1
         assert results[0][2] == sizes()
 
-        with pytest.raises(RankFailedError, match=r"ElasticRayExecutor.run: .*\n?.*ValueError: as asked|as asked"):
-            executor.run(fail)
-        same = RayExecutor(min_workers=1, max_workers=2)
-        same.start(executable_cls=lambda start: [start], executable_args=[5])
-        assert same.execute(len) == [1, 1]
         with pytest.raises(InvalidArgumentError, match=r"run\(\) and execute\(\) alone"):
-            same.run_remote(fail)
+            executor.run_remote(fail)
+        ray.get(placement_group([{"CPU": 1}]).ready(), timeout=WITHIN)  # of another program: one of two CPUs
+        single = ElasticRayExecutor(ElasticRayExecutor.create_settings(max_num_proc=1, timeout_s=20))
+        with pytest.raises(RankFailedError, match=r"ElasticRayExecutor.run: .*\n?.*ValueError: as asked|as asked"):
+            single.run(fail)
     finally:
         ray.shutdown()
         cluster.shutdown()

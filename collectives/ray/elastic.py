@@ -166,7 +166,9 @@ class ElasticRayExecutor:
             cooldown=settings.cooldown_range,
         )
         call = pickled(worker_fn, (), {})
-        launcher = ray.remote(_Launcher).options(num_cpus=0).remote()
+        # As long as the program runs, its node does: Ray would also choose one whose death it has not noticed yet.
+        own_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        launcher = ray.remote(_Launcher).options(num_cpus=0, scheduling_strategy=own_node).remote()
         running = None
         try:
             node, process = ray.get(launcher.here.remote())

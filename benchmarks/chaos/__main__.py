@@ -71,8 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flags.error(f"argument --cluster: name the tool that makes hosts, or set {VARIABLE}")
     if chosen.hosts and chosen.without_launcher:
         flags.error("argument --without-launcher: the processes are on this host; leave out --hosts")
-    if chosen.retry and chosen.framework == "jax":
-        flags.error("argument --retry: what JAX has compiled is not retried")
     if chosen.remakes:
         return remake(chosen.remakes)
     try:

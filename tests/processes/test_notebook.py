@@ -65,9 +65,16 @@ class Kernel:
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
     kernel = Kernel()
-    assert not kernel.run("%load_ext collectives.notebook").error
+    assert not kernel.run("%load_ext collectives.notebook\nfrom collectives.notebook import pull").error
     yield kernel
     kernel.close()
+
+
+@pytest.fixture
+def ranks(kernel: Kernel) -> Kernel:
+    """The kernel, with two ranks that have a variable."""
+    assert not kernel.run("%%collectives -np 2\nimport numpy as np\nx = np.full(2, collectives.rank() + 1.0)").error
+    return kernel
 
 
 def test_variables_stay_and_the_last_value_is_shown(kernel: Kernel) -> None:
@@ -79,31 +86,31 @@ def test_variables_stay_and_the_last_value_is_shown(kernel: Kernel) -> None:
         "[0] [3.0, 3.0]",
         "[1] [3.0, 3.0]",
     ]
-    assert kernel.run("from collectives.notebook import pull\npull('x')").value == "[array([1., 1.]), array([2., 2.])]"
+    assert kernel.run("pull('x')").value == "[array([1., 1.]), array([2., 2.])]"
     assert "rank 0: NameError: there is no variable 'y'" in kernel.run("pull('y')").error
 
 
-def test_a_rank_that_raises_ends_the_cell_and_no_more(kernel: Kernel) -> None:
-    shown = kernel.run(
+def test_a_rank_that_raises_ends_the_cell_and_no_more(ranks: Kernel) -> None:
+    shown = ranks.run(
         "%%collectives\nif collectives.rank() == 1:\n    raise ValueError('as asked')\ncollectives.barrier()"
     )
     assert shown.error == "RankFailedError: %%collectives: rank 1 (and ranks 0): ValueError: as asked"
     assert "ValueError: as asked" in shown.lines
     assert any(line.endswith("line 2, in <module>") for line in shown.lines)
-    assert kernel.run("%%collectives\nfloat(collectives.allreduce(x, average=False)[0])").lines == [
+    assert ranks.run("%%collectives\nfloat(collectives.allreduce(x, average=False)[0])").lines == [
         "[0] 3.0",
         "[1] 3.0",
     ]
-    assert kernel.run("%%collectives\nx = = 1").error.startswith("RankFailedError: %%collectives: rank 0 (and ranks 1)")
+    assert ranks.run("%%collectives\nx = = 1").error.startswith("RankFailedError: %%collectives: rank 0 (and ranks 1)")
 
 
-def test_an_interrupt_reaches_all_ranks(kernel: Kernel) -> None:
+def test_an_interrupt_reaches_all_ranks(ranks: Kernel) -> None:
     cell = "%%collectives\nprint('begun')\nwhile True:\n    collectives.barrier()"
-    assert kernel.run(cell, "begun").error.startswith("KeyboardInterrupt")
-    assert kernel.run("%%collectives\nx.tolist()").lines == ["[0] [1.0, 1.0]", "[1] [2.0, 2.0]"]
+    assert ranks.run(cell, "begun").error.startswith("KeyboardInterrupt")
+    assert ranks.run("%%collectives\nx.tolist()").lines == ["[0] [1.0, 1.0]", "[1] [2.0, 2.0]"]
 
 
-def test_a_cell_that_two_interrupts_gave_up_does_not_answer_for_the_next(kernel: Kernel) -> None:
+def test_a_cell_that_two_interrupts_gave_up_does_not_answer_for_the_next(ranks: Kernel) -> None:
     cell = """%%collectives
 import time
 print("begun")
@@ -112,13 +119,13 @@ try:
 except KeyboardInterrupt:
     print("stubborn")
     time.sleep(1)"""
-    assert kernel.run(cell, "begun", "stubborn").error.startswith("KeyboardInterrupt")
-    assert "ValueError: new" in kernel.run("%%collectives\nraise ValueError('new')").error
-    assert kernel.run("pull('x')").value == "[array([1., 1.]), array([2., 2.])]"
+    assert ranks.run(cell, "begun", "stubborn").error.startswith("KeyboardInterrupt")
+    assert "ValueError: new" in ranks.run("%%collectives\nraise ValueError('new')").error
+    assert ranks.run("pull('x')").value == "[array([1., 1.]), array([2., 2.])]"
 
 
-def test_an_interrupt_in_the_middle_of_an_answer_loses_none(kernel: Kernel) -> None:
-    assert not kernel.run("%%collectives\nbig = np.ones(8_000_000)").error
+def test_an_interrupt_in_the_middle_of_an_answer_loses_none(ranks: Kernel) -> None:
+    assert not ranks.run("%%collectives\nbig = np.ones(8_000_000)").error
     cell = """import os, signal
 from multiprocessing.connection import Connection
 receive = Connection._recv
@@ -129,8 +136,8 @@ def interrupted(self, size, *rest):
     return receive(self, size, *rest)
 Connection._recv = interrupted
 pull("big")"""
-    assert kernel.run(cell).error.startswith("KeyboardInterrupt")
-    assert kernel.run("%%collectives\nx.tolist()").lines == ["[0] [1.0, 1.0]", "[1] [2.0, 2.0]"]
+    assert ranks.run(cell).error.startswith("KeyboardInterrupt")
+    assert ranks.run("%%collectives\nx.tolist()").lines == ["[0] [1.0, 1.0]", "[1] [2.0, 2.0]"]
 
 
 def test_a_dead_rank_is_said_and_the_next_cell_starts_others(kernel: Kernel) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 
-from ray.util.placement_group import placement_group  # noqa: E402
+from ray.util.placement_group import placement_group, remove_placement_group  # noqa: E402
 
 import collectives  # noqa: E402
 from collectives import InvalidArgumentError, RankFailedError  # noqa: E402
@@ -68,6 +68,13 @@ def test_a_rank_is_killed_a_node_comes_and_goes(tmp_path: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     try:
         ray.init(cluster.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})
+        others = placement_group([{"CPU": 1}])  # of another program: one of two CPUs
+        ray.get(others.ready(), timeout=WITHIN)
+        single = ElasticRayExecutor(ElasticRayExecutor.create_settings(max_num_proc=1, timeout_s=60))
+        with pytest.raises(RankFailedError, match=r"ElasticRayExecutor.run: .*\n?.*ValueError: as asked|as asked"):
+            single.run(fail)
+        remove_placement_group(others)
+
         executor = RayExecutor(RayExecutor.create_settings(timeout_s=60), min_workers=1)
         executor.start(executable_cls=str, executable_args=[tmp_path])
         results: list[Any] = []
@@ -91,10 +98,6 @@ def test_a_rank_is_killed_a_node_comes_and_goes(tmp_path: Path) -> None:
 
         with pytest.raises(InvalidArgumentError, match=r"run\(\) and execute\(\) alone"):
             executor.run_remote(fail)
-        ray.get(placement_group([{"CPU": 1}]).ready(), timeout=WITHIN)  # of another program: one of two CPUs
-        single = ElasticRayExecutor(ElasticRayExecutor.create_settings(max_num_proc=1, timeout_s=20))
-        with pytest.raises(RankFailedError, match=r"ElasticRayExecutor.run: .*\n?.*ValueError: as asked|as asked"):
-            single.run(fail)
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -31,6 +31,7 @@ ROOT = str(Path(__file__).parents[2])
 def spark() -> Iterator[Any]:
     from pyspark.sql import SparkSession
 
+    os.environ["PYSPARK_PYTHON"] = sys.executable
     builder = SparkSession.builder.master("local[3]").config("spark.executorEnv.PYTHONPATH", ROOT)
     for name, value in {"ui.enabled": False, "driver.host": "127.0.0.1", "sql.shuffle.partitions": 3}.items():
         builder = builder.config(f"spark.{name}", value)

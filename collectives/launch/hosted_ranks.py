@@ -140,14 +140,21 @@ def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
             with _guard:
                 _raise_in(_rank_thread, None)
                 _rank_thread = 0
-            runtime.shutdown()
-            for name, text in before.items():
-                if text is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = text
+            try:
+                runtime.shutdown()
+            finally:
+                _restore(before)
     finally:
         _one_call.release()
+
+
+def _restore(variables: Mapping[str, str | None]) -> None:
+    """Set variables of the environment as they were; None: it was not there."""
+    for name, text in variables.items():
+        if text is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = text
 
 
 def give_up(key: str, why: str) -> None:

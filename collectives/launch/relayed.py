@@ -69,7 +69,7 @@ def _connect(address: str, port: int) -> socket.socket:
         except ConnectionRefusedError:
             if time.monotonic() > end:
                 raise
-        time.sleep(_LOOK)
+        time.sleep(_LOOK)  # nothing tells when a port is listened at
 
 
 class RelayedAgents(ElasticAgents):

@@ -185,7 +185,7 @@ class Session:
         end = time.monotonic() + _OUTPUT_WITHIN
         while max(self._awaited.values()) > 0 and time.monotonic() < end:
             self.show_output()
-            time.sleep(0.001)  # two threads fill the deque
+            time.sleep(0.001)  # a deque does not notify: two threads fill it
         self.show_output()
         self._awaited = {True: 0, False: 0}  # without those of an order that did not reach all ranks
 

@@ -1,6 +1,11 @@
 """Places of ranks in processes that another system starts."""
 
-from collectives.launch.hosted_ranks import Site, arrange
+import os
+
+import pytest
+
+from collectives.launch.hosted_ranks import Site, arrange, as_rank
+from collectives.worlds import runtime
 
 PORTS = (1000, 1001)
 
@@ -29,3 +34,15 @@ def test_ranks_of_one_host_meet_by_loopback() -> None:
 def test_each_job_has_a_key_of_its_own() -> None:
     keys = {arrange([site("a")])[0]["COLLECTIVES_KEY"] for _ in range(2)}
     assert len(keys) == 2
+
+
+def test_a_place_is_forgotten_also_where_leaving_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise MemoryError("as asked")
+
+    monkeypatch.setattr(runtime, "shutdown", fail)
+    monkeypatch.setenv("COLLECTIVES_SIZE", "7")
+    for _ in range(2):  # the second time too: the first one has let go
+        with pytest.raises(MemoryError, match="as asked"), as_rank({"COLLECTIVES_RANK": "3", "COLLECTIVES_SIZE": "4"}):
+            assert os.environ["COLLECTIVES_RANK"] == "3"
+        assert "COLLECTIVES_RANK" not in os.environ and os.environ["COLLECTIVES_SIZE"] == "7"

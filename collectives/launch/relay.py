@@ -7,6 +7,7 @@ connections, each of which begins with a line ``KEY orders`` (stdin and stdout) 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import select
@@ -40,7 +41,8 @@ def main(path: str) -> int:
             if not data:
                 sources.remove(source)
                 if source == 0:
-                    orders.shutdown(socket.SHUT_WR)
+                    with contextlib.suppress(OSError):  # the agent's end is gone, too
+                        orders.shutdown(socket.SHUT_WR)
     return 0
 
 
@@ -55,7 +57,7 @@ def _accept(address: str, port: int, key: str, seconds: float) -> dict[str, sock
                 connection, _ = server.accept()
                 connection.settimeout(_HELLO_WITHIN)
                 said, _, name = _line(connection).partition(" ")
-            except TimeoutError:
+            except OSError:  # in time nobody has come, or what has come says nothing, or hangs up: no agent of ours
                 if time.monotonic() >= end:
                     return None
                 continue

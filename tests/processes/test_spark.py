@@ -51,7 +51,8 @@ def meet(culprit: int = -1, how: str = "") -> tuple[int, int, float]:
     return rank, os.getpid(), float(collectives.allreduce(np.full(4, rank + 1.0), average=False)[0])
 
 
-def test_there_has_to_be_a_context() -> None:
+def test_there_has_to_be_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyspark.SparkContext._active_spark_context", None)  # other tests' session, if one is there
     with pytest.raises(NotInitializedError, match="there is no SparkContext"):
         collectives.spark.run(meet)
 

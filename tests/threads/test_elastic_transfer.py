@@ -145,6 +145,7 @@ def test_an_attribute_that_cannot_be_saved_is_told_to_all() -> None:
             owner.epoch = (each for each in ())  # type: ignore[assignment]
         with pytest.raises(Exception) as caught:
             synchronize(world, shadow, Record(True, 1))
+        world.barrier()  # rank 1 leaves when the other one has been told
         return str(caught.value)
 
     for text in run(2, of_a_rank, make_world=World):

@@ -44,7 +44,9 @@ def listed(there: bool) -> dict[str, list[str]]:
     rows = re.findall(r"^\| `(horovod\.[\w.]+)`: ([^|]*) \| ([^|]*) \|", section("`horovod.common`"), re.MULTILINE)
     found: dict[str, list[str]] = {}
     for module, names, here in rows:
-        needs_more = module.startswith(("horovod.tensorflow.", "horovod._keras", "horovod.spark"))
+        needs_more = module.startswith(("horovod.tensorflow.", "horovod._keras", "horovod.spark")) or (
+            module == "horovod.ray" and find_spec("ray") is None
+        )
         if not needs_more and (here != "not there") == there:
             found.setdefault(module, []).extend(re.findall(r"`(\w+)`", names))
     return found

@@ -69,7 +69,11 @@ def test_a_user_without_a_home_gets_no_folder_of_that_name(tmp_path: Path, monke
     """As in a container that runs under a number that the system does not know."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(TransportError, match="is not set: set it, or COLLECTIVES_KEY on all ranks"):
         job_key.of_user({}, "job")
     assert not list(tmp_path.iterdir())

@@ -57,7 +57,7 @@ def test_what_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     file.write(shadow_of(owner), 1)
     shadow = shadow_of(owner)
     shadow.current["state"].rest = lambda: None  # type: ignore[assignment]
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(Exception, match=r"pickle|local object"):  # as Python has it before and from 3.13 on
         file.write(shadow, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["state"] and file.load(shadow_of(owner)) == 1
 

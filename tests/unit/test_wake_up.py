@@ -34,13 +34,16 @@ def interrupted() -> Iterator[Callable[[Callable[[], object]], None]]:
         came = True
         raise Interrupt
 
+    def until_it_comes(function: Callable[[], object]) -> None:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 3e-4))
+        while not came:  # Python drops what is raised within a destructor
+            function()
+
     def call(function: Callable[[], object]) -> None:
         nonlocal came
         came = False
         with contextlib.suppress(Interrupt):
-            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 3e-4))
-            while not came:  # Python drops what is raised within a destructor
-                function()
+            until_it_comes(function)  # Python 3.13 has no handler for what a signal raises at the jump of a loop here
 
     before = signal.signal(signal.SIGALRM, on_alarm)
     yield call

@@ -189,9 +189,10 @@ def joined(documents: dict[str, Any]) -> dict[str, Any]:
 PREFACE = """# Beside its peers
 
 One run of `python -m benchmarks.compare` on {when}: {machine}.
-Every figure is from a process in which ours and the peer take turns call by call, as `benchmarks/README.md` describes: our median in microseconds for tensors that the ranks map
-(`collectives.empty`, or results), and the median of the other's time divided by ours in the same round: above 1 ours is
-faster. "ours, private" are NumPy arrays as they come. More ranks than cores take turns on them.
+In each process ours and the peer take turns call by call, as `benchmarks/README.md` describes. A table has our median
+in microseconds for tensors that the ranks map (`collectives.empty`, or results), and the median of the other's time
+divided by ours in the same round: above 1 ours is faster. "ours, private" are NumPy arrays as they come. More ranks
+than cores take turns on them.
 
 {versions}
 

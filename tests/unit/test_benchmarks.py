@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import cluster, hosts
+from benchmarks import cluster, compare, hosts
 from benchmarks.allgather import ALLGATHER
 from benchmarks.allreduce import ALLREDUCE
 from benchmarks.alltoall import ALLTOALL
@@ -292,3 +292,23 @@ def test_one_rank_runs_without_a_launcher(program: str, flags: str, expected: st
         assert "# Out of bounds values : 0 OK" in done.stdout
         ours = [found for found in content["records"] if found["contestant"] == "collectives"]
         assert ours and all(found["wrong"] == 0 and found["time"]["median"] > 0 for found in ours)
+
+
+def test_the_page_of_peers_tells_each_peer_that_is_faster() -> None:
+    def record(contestant: str, size: int, ratio: float) -> dict[str, Any]:
+        median = {"median": ratio}
+        return {"mode": "in-place", "contestant": contestant, "size": size, "time": {"median": 2.0}, "ratio": median}
+
+    lost: list[str] = []
+    records = [
+        *(record("collectives", size, 1) for size in (4, 1024)),
+        *(record("collectives, private", size, 2) for size in (4, 1024)),
+        record("mpi", 4, 0.5),
+        record("mpi", 1024, 1.5),
+    ]
+    rows = compare.table({"An MPI": {"records": records}}, "allreduce, 2 ranks", lost)
+    assert rows[2:4] == ["| 4 | 2.0 | 2.00 | 0.50 |", "| 1K | 2.0 | 2.00 | 1.50 |"]
+    assert lost == [
+        "- allreduce, 2 ranks, mapped: An MPI at 4 (up to 2.0 times)",
+        "- allreduce, 2 ranks, private: An MPI at 4, 1K (up to 4.0 times)",
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from collectives.base.config import Config
@@ -25,7 +27,8 @@ from collectives.launch.api import EVENTS, of_elastic_job, pickled, search_path
 from collectives.launch.elastic_terms import Rules
 from collectives.launch.output import Output
 from collectives.launch.relayed import RelayedAgents
-from collectives.ray.nodes import Hosts, Remote, Slot
+from collectives.ray.nodes import LOG, LOOK, Hosts, Remote, Slot, signal_on
+from collectives.ray.worker import tell
 
 _WIDTH = 4
 _END_WITHIN = 20.0
@@ -138,21 +141,16 @@ class ElasticRayExecutor:
         Args:
             worker_fn: anything that cloudpickle can pickle. It calls `collectives.init`, and a training function under
                 `collectives.elastic.run`.
-            callbacks: must be empty: ranks are processes that Ray does not know. (Those of Horovod hear what ranks
-                log.)
+            callbacks: functions that are called here with each value that rank 0 passes to `collectives.ray.log`.
 
         Returns:
             What the ranks of the last generation have returned, by rank, and those that had finished before it.
 
         Raises:
             RankFailedError: the job could not go on; has the traceback of the failure.
+            BaseException: what a callback has raised, or Ctrl-C; the job has been ended.
         """
         self.start()
-        if callbacks:
-            raise InvalidArgumentError(
-                "ElasticRayExecutor.run: callbacks: ranks of elastic jobs cannot log to this program; have rank 0 "
-                "write a file, or call an actor of yours"
-            )
         settings = self.settings
         environment = {name: text for name, text in os.environ.items() if name.startswith(_OURS)}
         environment |= {"PYTHONPATH": os.pathsep.join(search_path()), "PYTHONUNBUFFERED": "1", **self.variables}
@@ -169,27 +167,35 @@ class ElasticRayExecutor:
         # As long as the program runs, its node does: Ray would also choose one whose death it has not noticed yet.
         own_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         launcher = ray.remote(_Launcher).options(num_cpus=0, scheduling_strategy=own_node).remote()
+        queue = Queue(actor_options={"num_cpus": 0}) if callbacks else None
+        hear = [partial(_unpickled, callback) for callback in callbacks or ()]
         running = None
         try:
             node, process = ray.get(launcher.here.remote())
-            running = launcher.run.remote(rules, self._discovery, self._slot, call, environment, settings.timeout_s)
+            running = launcher.run.remote(
+                rules, self._discovery, self._slot, call, environment, settings.timeout_s, queue
+            )
+            while not ray.wait([running], timeout=None if queue is None else LOOK)[0]:
+                tell(queue, hear)
+            tell(queue, hear)
             results: bytes = ray.get(running)
             return list(importlib.import_module("cloudpickle").loads(results))
         except RayActorError as error:
             raise RankFailedError(f"ElasticRayExecutor.run: the job's launcher has ended: {error}") from error
-        except KeyboardInterrupt:
-            if running is not None:
-                where = NodeAffinitySchedulingStrategy(node, soft=False)
-                ray.remote(_terminate).options(num_cpus=0, scheduling_strategy=where).remote(process)
+        except BaseException:
+            if running is not None and not ray.wait([running], timeout=0)[0]:
+                # Not by a method of the launcher: the one that runs has its main thread.
+                signal_on(node, process, signal.SIGTERM)
                 ray.wait([running], timeout=_END_WITHIN)
             raise
         finally:
             ray.kill(launcher)
+            if queue is not None:
+                queue.shutdown()
 
 
-def _terminate(process: int) -> None:
-    """On the launcher's node: end its job. Its own methods cannot: the one that runs has the main thread."""
-    os.kill(process, signal.SIGTERM)
+def _unpickled(callback: Callable[[Any], Any], data: bytes) -> None:
+    callback(pickle.loads(data))
 
 
 class _Launcher:
@@ -207,11 +213,14 @@ class _Launcher:
         call: bytes,
         environment: Mapping[str, str],
         timeout: float,
+        queue: Any,
     ) -> bytes:
         with tempfile.TemporaryDirectory(prefix="collectives-ray-") as folder:
             os.chdir(folder)  # the folder in which ranks start, on all nodes
             config = Config.from_environment(environment)
-            remote = Remote(timeout=timeout, folder=folder, call=call, slot=slot, most=rules.largest)
+            remote = Remote(timeout=timeout, folder=folder, call=call, slot=slot, most=rules.largest, queue=queue)
+            if queue is not None:
+                environment = {**environment, LOG: folder}
             program = [sys.executable, "-m", "collectives.launch.run_function", folder]
             members = RelayedAgents(
                 rules,

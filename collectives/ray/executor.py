@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.queue import Empty, Queue
+from ray.util.queue import Queue
 
 from collectives.base.errors import (
     CollectiveTimeoutError,
@@ -23,13 +23,14 @@ from collectives.launch import hosted_ranks
 from collectives.launch.hosted_ranks import Outcome, Site
 from collectives.launch.records import Record
 from collectives.ray.elastic import ElasticRayExecutor
+from collectives.ray.nodes import LOOK
 from collectives.ray.placement import Group, Shape
-from collectives.ray.worker import Worker
+from collectives.ray.worker import Worker, interrupt, tell
 
-_LOOK = 0.1
-"""Seconds between two looks at what rank 0 has logged."""
-_AFTER_FAILURE = 5.0
+_AFTER_FAILURE = 0.5
 """Seconds for which the other ranks of one that has failed may still say how they fared."""
+_RETURN_WITHIN = 10.0
+"""Seconds within which the function of an interrupted rank has to return."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class RayExecutor:
         self._group: Group | None = None
         self._workers: list[Any] = []
         self._sites: list[Site] = []
+        self._processes: list[tuple[str, int]] = []
+        """The node and process of each rank."""
         self._lost = ""
         """Why the workers cannot be called any more."""
         if min_workers is not None:
@@ -192,7 +195,7 @@ class RayExecutor:
         ]
         self._workers = workers
         self._within([worker.be.remote(extra) for worker in workers])
-        nodes, gpus, sites = zip(*self._within([worker.here.remote() for worker in workers]), strict=True)
+        nodes, processes, gpus, sites = zip(*self._within([worker.here.remote() for worker in workers]), strict=True)
         places: list[dict[str, str]] = hosted_ranks.arrange(sites)
         for number, variables in enumerate(places):
             visible = [gpu for node, own in zip(nodes, gpus, strict=True) if node == nodes[number] for gpu in own]
@@ -202,6 +205,7 @@ class RayExecutor:
         order = sorted(range(len(workers)), key=lambda number: int(places[number]["COLLECTIVES_RANK"]))
         self._workers = [workers[number] for number in order]
         self._sites = [sites[number] for number in order]
+        self._processes = [(nodes[number], processes[number]) for number in order]
 
     def _within(self, references: Sequence[Any]) -> list[Any]:
         """What the workers answer while they start."""
@@ -244,10 +248,10 @@ class RayExecutor:
 
         Raises:
             RankFailedError: a rank has raised, or its process has ended; has the traceback of the first failure. The
-                others' collectives end. The executor can be used again unless a process has ended, or some rank's
-                function does not return.
-            BaseException: what a callback has raised, or Ctrl-C; the workers are ended, so that `shutdown` and `start`
-                have to be called.
+                others' calls are ended: they raise RankFailedError. The executor can be used again unless a process
+                has ended.
+            BaseException: what a callback has raised, or Ctrl-C; the calls are ended likewise. A function that does
+                not return within 10 s, as in C code, costs the workers: `shutdown` and `start` have to be called.
             NotInitializedError: the workers have not been started.
         """
         given, named = list(args or ()), dict(kwargs or {})
@@ -306,41 +310,56 @@ class RayExecutor:
         queue: Any = None,
         callbacks: Sequence[Callable[[Any], Any]] = (),
     ) -> list[Any]:
+        outcomes: dict[Any, Outcome] = {}
         try:
-            outcomes = self._outcomes(references, queue, callbacks)
-        except BaseException as error:
-            self._end(f"an earlier call has been given up for {type(error).__name__}")
-            raise
+            self._wait(references, outcomes, queue, callbacks)
+        finally:
+            if len(outcomes) < len(references) or any(outcome.failure for outcome in outcomes.values()):
+                self._interrupt([rank for rank, each in enumerate(references) if each not in outcomes])
         return hosted_ranks.results([outcomes[each] for each in references if each in outcomes], f"RayExecutor.{what}")
 
-    def _end(self, why: str) -> None:
-        """End the workers, whose functions cannot be made to return."""
-        self._lost = f"{why}: call shutdown() and start() again"
-        for worker in self._workers:
-            ray.kill(worker)
-
-    def _outcomes(
-        self, references: Sequence[Any], queue: Any, callbacks: Sequence[Callable[[Any], Any]]
-    ) -> dict[Any, Outcome]:
-        """What the calls have come to; after a failure without those that do not end."""
-        outcomes: dict[Any, Outcome] = {}
+    def _wait(
+        self,
+        references: Sequence[Any],
+        outcomes: dict[Any, Outcome],
+        queue: Any,
+        callbacks: Sequence[Callable[[Any], Any]],
+    ) -> None:
+        """Note what the calls have come to; after a failure not of all."""
         end = float("inf")
         while len(outcomes) < len(references) and time.monotonic() < end:
             pending = [reference for reference in references if reference not in outcomes]
             looks = queue is not None or end < float("inf")
-            ready, _ = ray.wait(pending, num_returns=1, timeout=_LOOK if looks else None)
+            ready, _ = ray.wait(pending, num_returns=1, timeout=LOOK if looks else None)
             for reference in ready:
                 outcomes[reference] = self._outcome(reference, references.index(reference))
-            _tell(queue, callbacks)
+            tell(queue, callbacks)
             if end == float("inf") and any(outcome.failure for outcome in outcomes.values()):
                 end = time.monotonic() + _AFTER_FAILURE
-        if end < float("inf"):
-            leaving = [worker.leave.remote() for worker in self._workers]
-            _, busy = ray.wait(leaving, num_returns=len(leaving), timeout=_AFTER_FAILURE)
-            ranks = ", ".join(str(leaving.index(reference)) for reference in busy)
-            if busy and not self._lost:
-                self._end(f"the functions of ranks {ranks} have not returned, and the workers have been ended")
-        return outcomes
+
+    def _interrupt(self, ranks: Sequence[int]) -> None:
+        """End the calls of these ranks, and have all leave each other; end the workers if they cannot be used again."""
+        free = {node: self._workers[rank] for rank, (node, _) in enumerate(self._processes) if rank not in ranks}
+        busy: Sequence[Any] = self._workers
+        try:
+            if not self._lost:
+                sent = [
+                    # A task starts a process, which takes a second.
+                    free[node].interrupt.remote(process) if node in free else interrupt(node, process)
+                    for node, process in (self._processes[rank] for rank in ranks)
+                ]
+                if sent:
+                    ray.wait(sent, num_returns=len(sent), timeout=_RETURN_WITHIN)
+                leaving = [worker.leave.remote() for worker in self._workers]
+                _, busy = ray.wait(leaving, num_returns=len(leaving), timeout=_RETURN_WITHIN)
+        finally:
+            if busy:
+                self._lost = self._lost or (
+                    "the function of a rank has not returned from an interrupt, and the workers have been ended: "
+                    "call shutdown() and start() again"
+                )
+                for worker in self._workers:
+                    ray.kill(worker)
 
     def _outcome(self, reference: Any, rank: int) -> Outcome:
         try:
@@ -360,14 +379,3 @@ class RayExecutor:
 def _with_executable(make: Callable[[], Any], function: Callable[[Any], Any]) -> Any:
     """On a rank of an elastic job."""
     return function(make())
-
-
-def _tell(queue: Any, callbacks: Sequence[Callable[[Any], Any]]) -> None:
-    """Call the callbacks with what rank 0 has logged."""
-    while queue is not None:
-        try:
-            value = queue.get_nowait()
-        except Empty:
-            return
-        for callback in callbacks:
-            callback(value)

@@ -5,7 +5,11 @@ An agent is a child of the actor that holds the node's resources; see `collectiv
 
 from __future__ import annotations
 
+import importlib
+import os
 import shutil
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +27,11 @@ from collectives.launch.api import CALL
 from collectives.launch.discovery import Found
 from collectives.launch.hosts import Host
 
+LOG = "COLLECTIVES_RAY_LOG"
+"""The variable that tells ranks in which folder to leave what they log."""
+_LOGGED = "logged-"
+LOOK = 0.1
+"""Seconds between two looks at what rank 0 has logged."""
 _COLLECT_WITHIN = 30.0
 _CLOSE_WITHIN = 5.0
 
@@ -45,6 +54,16 @@ def name_of(node: Mapping[str, Any]) -> str:
     return f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}"
 
 
+def signal_on(node: str, process: int, number: int) -> Any:
+    """Send a signal to a process on a node; returns a reference that is there when it has been sent."""
+
+    def send() -> None:
+        os.kill(process, number)
+
+    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(send).options(num_cpus=0, scheduling_strategy=where).remote()
+
+
 class Hosts:
     """Finds the nodes that are alive, with as many slots as are free; callable as a discovery of `ElasticAgents`."""
 
@@ -60,6 +79,14 @@ class Hosts:
         return tuple(Host(name_of(node), self._slot.of(free.get(node["NodeID"], {}))) for node in nodes)
 
 
+def log(value: Any) -> None:
+    """On a rank: leave a value in the folder, for `Node`."""
+    path = Path(os.environ[LOG], f"{_LOGGED}{time.time_ns()}")
+    part = path.with_suffix(".part")
+    part.write_bytes(importlib.import_module("cloudpickle").dumps(value))
+    part.rename(path)
+
+
 class Node:
     """The actor that holds a node's resources, and starts the job's agent there.
 
@@ -72,13 +99,33 @@ class Node:
         self._folder = Path(folder)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self._folder / CALL).write_bytes(call)
+        self._queue: Any = None
+        self._bringing = threading.Lock()
 
-    def run(self, address: str, port: int, key: str) -> None:
-        """Run an agent whose standard streams are connections to the relay; returns when it has ended."""
-        relayed.start_agent(address, port, key).wait()
+    def run(self, address: str, port: int, key: str, queue: Any) -> None:
+        """Run an agent whose standard streams are connections to the relay; returns when it has ended.
+
+        Args:
+            queue: where what rank 0 has logged is brought; None: nobody asks for it.
+        """
+        self._queue = queue
+        agent = relayed.start_agent(address, port, key)
+        while queue is not None and agent.poll() is None:
+            self._bring_logged()
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(LOOK)
+        agent.wait()
+
+    def _bring_logged(self) -> None:
+        with self._bringing:
+            for path in sorted(self._folder.glob(f"{_LOGGED}*[0-9]")):
+                self._queue.put(path.read_bytes())
+                path.unlink()
 
     def files(self) -> dict[str, bytes]:
         """What the ranks have left in the folder."""
+        if self._queue is not None:
+            self._bring_logged()
         return {path.name: path.read_bytes() for path in self._folder.iterdir() if path.is_file() and path.name != CALL}
 
     def close(self) -> None:
@@ -110,12 +157,14 @@ class Remote(ssh.Ssh):
     Attributes:
         timeout: seconds within which Ray has to start it.
         most: ranks on a node.
+        queue: where what rank 0 has logged is brought.
     """
 
     folder: str = ""
     call: bytes = b""
     slot: Slot = Slot()
     most: int | None = None
+    queue: Any = None
     held: dict[str, _Held] = field(default_factory=dict)
     """By the names of the nodes."""
     offered: dict[str, int] = field(default_factory=dict)
@@ -149,7 +198,7 @@ class Remote(ssh.Ssh):
         self.held[host] = _Held(handle, number, handle.__ray_ready__.remote(), time.monotonic() + self.timeout)
         address = ray.util.get_node_ip_address()
         port, key, command = relayed.make_relay(self.folder, address, self.timeout)
-        handle.run.remote(address, port, key)
+        handle.run.remote(address, port, key, self.queue)
         return command
 
     def address(self, host: str) -> str:

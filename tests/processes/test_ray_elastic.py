@@ -17,7 +17,7 @@ from ray.util.placement_group import placement_group, remove_placement_group  # 
 
 import collectives  # noqa: E402
 from collectives import InvalidArgumentError, RankFailedError  # noqa: E402
-from collectives.ray import ElasticRayExecutor, RayExecutor  # noqa: E402
+from collectives.ray import ElasticRayExecutor, RayExecutor, log  # noqa: E402
 
 pytestmark = pytest.mark.slow
 ROOT = str(Path(__file__).parents[2])
@@ -43,6 +43,7 @@ def train(folder: str) -> tuple[int, float, list[int]]:
             state.step += 1
             if sizes[-1:] != [collectives.size()]:
                 sizes.append(collectives.size())
+                log(collectives.size())
                 if collectives.rank() == 0:
                     Path(folder, "sizes").write_text(" ".join(map(str, sizes)))
             state.commit()
@@ -53,6 +54,13 @@ def train(folder: str) -> tuple[int, float, list[int]]:
 def fail() -> None:
     collectives.init()
     raise ValueError("as asked")
+
+
+def log_for_ever() -> None:
+    collectives.init()
+    log(1)
+    while True:
+        collectives.barrier()
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
@@ -73,12 +81,15 @@ def test_a_rank_is_killed_a_node_comes_and_goes(tmp_path: Path) -> None:
         single = ElasticRayExecutor(ElasticRayExecutor.create_settings(max_num_proc=1, timeout_s=60))
         with pytest.raises(RankFailedError, match=r"ElasticRayExecutor.run: .*\n?.*ValueError: as asked|as asked"):
             single.run(fail)
+        with pytest.raises(ZeroDivisionError):
+            single.run(log_for_ever, callbacks=[lambda _: 1 / 0])
         remove_placement_group(others)
 
         executor = RayExecutor(RayExecutor.create_settings(timeout_s=60), min_workers=1)
         executor.start(executable_cls=str, executable_args=[tmp_path])
         results: list[Any] = []
-        job = threading.Thread(target=lambda: results.extend(executor.execute(train)), daemon=True)
+        heard: list[int] = []
+        job = threading.Thread(target=lambda: results.extend(executor.execute(train, [heard.append])), daemon=True)
         job.start()
 
         def sizes() -> list[int]:
@@ -94,7 +105,7 @@ def test_a_rank_is_killed_a_node_comes_and_goes(tmp_path: Path) -> None:
         job.join(WITHIN)
         assert len(results) == 2
         assert len({(steps, total) for steps, total, _ in results}) == 1
-        assert results[0][2] == sizes()
+        assert results[0][2] == heard == sizes()
 
         with pytest.raises(InvalidArgumentError, match=r"run\(\) and execute\(\) alone"):
             executor.run_remote(fail)

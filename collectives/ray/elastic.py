@@ -167,7 +167,7 @@ class ElasticRayExecutor:
         # As long as the program runs, its node does: Ray would also choose one whose death it has not noticed yet.
         own_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         launcher = ray.remote(_Launcher).options(num_cpus=0, scheduling_strategy=own_node).remote()
-        queue = Queue(actor_options={"num_cpus": 0}) if callbacks else None
+        queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": own_node}) if callbacks else None
         hear = [partial(_unpickled, callback) for callback in callbacks or ()]
         running = None
         try:

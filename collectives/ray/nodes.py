@@ -27,7 +27,7 @@ from collectives.launch.api import CALL
 from collectives.launch.discovery import Found
 from collectives.launch.hosts import Host
 
-LOG = "COLLECTIVES_RAY_LOG"
+LOG = "_COLLECTIVES_RAY_LOG"
 """The variable that tells ranks in which folder to leave what they log."""
 _LOGGED = "logged-"
 LOOK = 0.1

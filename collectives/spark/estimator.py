@@ -18,18 +18,11 @@ from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.spark.jobs import active_context, number_of_ranks
-from collectives.spark.runner import run
 from collectives.spark.store import Store, arrays
 
 _WITHOUT_EFFECT = {
-    "train_reader_num_workers",
-    "val_reader_num_workers",
-    "reader_pool_type",
-    "inmemory_cache_all",
-    "partitions_per_process",
-    "shuffle_buffer_size",
-    "compress_sparse_cols",
-    "mp_start_method",
+    *("train_reader_num_workers", "val_reader_num_workers", "reader_pool_type", "inmemory_cache_all"),
+    *("partitions_per_process", "shuffle_buffer_size", "compress_sparse_cols", "mp_start_method"),
 }
 
 
@@ -39,14 +32,15 @@ class FrameEstimator(Estimator):  # type: ignore[misc]
     Args:
         model, optimizer, loss: of the framework.
         store: where the frame is written, under ``run_id``.
-        feature_cols, label_cols: columns of numbers, lists of numbers or Spark's vectors: the model's inputs in order,
-            and one label for each of its outputs.
+        feature_cols: columns of numbers, lists of numbers or Spark's vectors: the model's inputs in order.
+        label_cols: likewise, of the label; one.
         num_proc: the number of ranks; by default Spark's default parallelism.
         batch_size: rows of each rank in a step.
         epochs: how often all rows are trained on.
         validation: the part of the rows, below 1, that is not trained on, and whose loss is told; or the name of a
             column that says so for each row; None: no rows.
-        shuffle: whether each rank trains on its rows in another order in each epoch.
+        shuffle: whether each rank trains on its rows in another order in each epoch: on the row groups, and on the rows
+            of each.
         run_id: a name that the store does not have yet; by default a new one.
         verbose: whether rank 0 prints the losses, to its executor's log; 0: it does not.
         horovods: Horovod's options about readers have no effect; InvalidArgumentError: any other.
@@ -76,6 +70,10 @@ class FrameEstimator(Estimator):  # type: ignore[misc]
         unknown = [name for name, value in horovods.items() if name not in _WITHOUT_EFFECT and value is not None]
         if unknown:
             raise InvalidArgumentError(f"{self._WHAT}: {unknown[0]}: this option is not supported")
+        if len(label_cols) != 1:
+            raise InvalidArgumentError(
+                f"{self._WHAT}: label_cols={label_cols}: expected one, of a model with one output"
+            )
         if batch_size < 1 or epochs < 1:
             raise InvalidArgumentError(f"{self._WHAT}: expected batch_size and epochs of at least 1")
         if isinstance(validation, (int, float)) and not 0 <= validation < 1:
@@ -107,10 +105,6 @@ class FrameEstimator(Estimator):  # type: ignore[misc]
         """Train on the Parquet files of these parts."""
         raise NotImplementedError
 
-    def _run(self, function: Callable[..., Any], args: Sequence[Any], ranks: int, **env: str) -> Any:
-        """Return what rank 0 has returned."""
-        return run(function, args, num_proc=ranks, env=env)[0]
-
 
 class FrameModel(Model):  # type: ignore[misc]
     """A trained model that adds predictions to frames.
@@ -118,22 +112,26 @@ class FrameModel(Model):  # type: ignore[misc]
     Attributes:
         model: the framework's.
         history: of each epoch the losses, by name.
+
+    Args:
+        is_list: whether the model's output is of several numbers for each row.
+        env: variables of the processes that predict.
     """
 
     def __init__(
         self,
         model: Any,
-        predict: Callable[[Any, list[np.ndarray[Any, Any]]], Sequence[np.ndarray[Any, Any]]],
+        predict: Callable[[Any, list[np.ndarray[Any, Any]]], np.ndarray[Any, Any]],
         history: Mapping[str, list[float]],
-        shapes: Sequence[tuple[int, ...]],
+        is_list: bool,
         estimator: FrameEstimator,
         **env: str,
     ) -> None:
         super().__init__()
         self.model, self.history = model, history
-        self._predict, self._shapes, self._env = predict, list(shapes), env
+        self._predict, self._is_list, self._env = predict, is_list, env
         self._feature_cols = estimator.feature_cols
-        self._output_cols = [f"{name}__output" for name in estimator.label_cols]
+        self._output_col = f"{estimator.label_cols[0]}__output"
 
     def getModel(self) -> Any:
         """The framework's model."""
@@ -144,18 +142,15 @@ class FrameModel(Model):  # type: ignore[misc]
         return self.history
 
     def setOutputCols(self, value: Sequence[str]) -> FrameModel:
-        """Name the columns of the predictions; by default they are called after the labels, with ``__output``."""
-        self._output_cols = list(value)
+        """Name the column of the predictions; by default it is called after the label, with ``__output``."""
+        (self._output_col,) = value
         return self
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         frame = _without_vectors(dataset, self._feature_cols)
-        fields = [
-            StructField(name, ArrayType(DoubleType()) if np.prod(shape) > 1 else DoubleType())
-            for name, shape in zip(self._output_cols, self._shapes, strict=True)
-        ]
+        column = StructField(self._output_col, ArrayType(DoubleType()) if self._is_list else DoubleType())
         predictor, env = cloudpickle.dumps((self.model, self._predict)), self._env
-        features, names = self._feature_cols, self._output_cols
+        features, is_list = self._feature_cols, self._is_list
 
         def add_predictions(batches: Iterator[Any]) -> Iterator[Any]:
             os.environ.update(env)
@@ -163,15 +158,12 @@ class FrameModel(Model):  # type: ignore[misc]
             for batch in batches:
                 table = pyarrow.Table.from_batches([batch])
                 if table.num_rows:
-                    inputs = arrays(table, features)
-                    outputs = predict(model, [inputs[name] for name in features])
-                    for name, output in zip(names, outputs, strict=True):
-                        rows = output.reshape(len(output), -1).astype(np.float64)
-                        values = rows[:, 0] if rows.shape[1] == 1 else list(rows)
-                        table = table.append_column(name, pyarrow.array(values))
-                    yield from table.to_batches()
+                    rows = predict(model, arrays(table, features)).reshape(table.num_rows, -1).astype(np.float64)
+                    yield from table.append_column(
+                        column.name, pyarrow.array(list(rows) if is_list else rows[:, 0])
+                    ).to_batches()
 
-        return frame.mapInArrow(add_predictions, StructType([*frame.schema.fields, *fields]))
+        return frame.mapInArrow(add_predictions, StructType([*frame.schema.fields, column]))
 
 
 def _without_vectors(frame: DataFrame, columns: Sequence[str]) -> DataFrame:

@@ -55,7 +55,10 @@ class Job:
         """
         self._thread.join(seconds)
         if self._error is not None:
-            raise RankFailedError(f"{self._what}: Spark's job has failed: {_reason(self._error)}") from self._error
+            reason = _reason(self._error)
+            _, _, of_rank = reason.partition(f"RankFailedError: {self._what}: ")
+            why = of_rank.strip() or f"Spark's job has failed: {reason}"
+            raise RankFailedError(f"{self._what}: {why}") from self._error
         if not self._thread.is_alive():
             return True
         self._has_begun = self._has_begun or self._runs()

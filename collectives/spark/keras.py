@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -10,16 +10,18 @@ import numpy as np
 
 import collectives.keras
 from collectives.spark.estimator import FrameEstimator, FrameModel
-from collectives.spark.store import read_share
+from collectives.spark.runner import run
+from collectives.spark.store import Share
+
+_SETTINGS = ["loss", "metrics", "callbacks", "feature_cols", "label_cols", "batch_size", "epochs", "shuffle", "verbose"]
+"""What ranks need of the estimator, whose optimizer is not pickled."""
 
 
 class KerasEstimator(FrameEstimator):
     """Trains a Keras model on a Spark frame, on several ranks, with `collectives.keras.DistributedOptimizer`.
 
-    Each rank keeps its part of the rows in memory.
-
     Args:
-        model: not compiled; its inputs are built.
+        model: not compiled; its inputs are built; with one output.
         optimizer, loss: as for ``model.compile``.
         metrics: as for ``model.compile``.
         callbacks: on all ranks, of Keras's or of `collectives.keras.callbacks`.
@@ -43,63 +45,56 @@ class KerasEstimator(FrameEstimator):
 
     def _train(self, paths: Mapping[str, str], ranks: int) -> FrameModel:
         optimizer = keras.saving.serialize_keras_object(keras.optimizers.get(self.optimizer))
-        settings = {"batch_size": self.batch_size, "epochs": self.epochs, "shuffle": self.shuffle}
-        compiled = {"loss": self.loss, "metrics": self.metrics}
-        args = (self.model, optimizer, compiled, settings, self.callbacks, self.verbose, dict(paths))
-        weights, history, shapes = self._run(
-            _train, (*args, self.feature_cols, self.label_cols), ranks, KERAS_BACKEND=keras.backend.backend()
-        )
+        env = {"KERAS_BACKEND": keras.backend.backend()}
+        settings = {name: value for name, value in vars(self).items() if name in _SETTINGS}
+        args = (self.model, optimizer, settings, dict(paths))
+        weights, history = run(_train, args, num_proc=ranks, env=env)[0]
         model = keras.models.clone_model(self.model)
         model.set_weights(weights)
-        return KerasModel(model, _predict, history, shapes, self, KERAS_BACKEND=keras.backend.backend())
+        return KerasModel(model, _predict, history, np.prod(model.output_shape[1:]) > 1, self, **env)
 
 
-class KerasModel(FrameModel):
-    """A trained model that adds predictions to frames."""
+KerasModel = FrameModel
 
 
-def _predict(model: Any, inputs: list[np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
-    outputs = model.predict(_one_or_list(inputs), verbose=0)
-    return outputs if isinstance(outputs, (list, tuple)) else [outputs]
+def _predict(model: Any, inputs: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    return np.asarray(model.predict_on_batch(_one_or_tuple(inputs)))
 
 
 def _train(
-    model: Any,
-    optimizer: dict[str, Any],
-    compiled: dict[str, Any],
-    settings: dict[str, Any],
-    callbacks: list[Any],
-    verbose: int,
-    paths: Mapping[str, str],
-    feature_cols: list[str],
-    label_cols: list[str],
-) -> tuple[list[Any], dict[str, list[float]], list[Any]]:
-    """On a rank: returns the weights, the losses, and the shapes of an output's row."""
+    model: Any, optimizer: dict[str, Any], settings: dict[str, Any], paths: Mapping[str, str]
+) -> tuple[list[Any], dict[str, list[float]]]:
+    """On a rank: returns the weights, and the losses."""
     collectives.init()
-    rank = collectives.rank()
-    data = {}
-    for name, path in paths.items():
-        values = read_share(path, feature_cols + label_cols, rank, collectives.size())
-        data[name] = tuple(_one_or_list([values[column] for column in part]) for part in (feature_cols, label_cols))
+    rank, batch_size = collectives.rank(), settings["batch_size"]
+    columns = settings["feature_cols"] + settings["label_cols"]
+    shares = {name: Share(path, columns, rank, collectives.size()) for name, path in paths.items()}
+    steps = {name: -(-share.rows // batch_size) for name, share in shares.items()}
+
+    def batches(name: str) -> Iterator[Any]:
+        random = np.random.default_rng(rank) if settings["shuffle"] and name == "train" else None
+        while True:
+            for *features, label in shares[name].epoch(batch_size, random):
+                yield _one_or_tuple(features), label
+
     own = collectives.keras.DistributedOptimizer(keras.saving.deserialize_keras_object(optimizer))
-    model.compile(optimizer=own, **compiled)
+    model.compile(optimizer=own, loss=settings["loss"], metrics=settings["metrics"])
     ours = [
         collectives.keras.callbacks.BroadcastGlobalVariablesCallback(0),
         collectives.keras.callbacks.MetricAverageCallback(),
     ]
-    inputs, labels = data["train"]
     fitted = model.fit(
-        inputs,
-        labels,
-        validation_data=data.get("validation"),
-        callbacks=[*ours, *callbacks],
-        verbose=verbose if rank == 0 else 0,
-        **settings,
+        batches("train"),
+        steps_per_epoch=steps["train"],
+        validation_data=batches("validation") if "validation" in shares else None,
+        validation_steps=steps.get("validation"),
+        epochs=settings["epochs"],
+        callbacks=[*ours, *settings["callbacks"]],
+        verbose=settings["verbose"] if rank == 0 else 0,
     )
-    outputs = _predict(model, [each[:1] for each in (inputs if isinstance(inputs, list) else [inputs])])
     history = {name: [float(value) for value in values] for name, values in fitted.history.items()}
-    return model.get_weights(), history, [output.shape[1:] for output in outputs]
+    return model.get_weights(), history
 
 
-def _one_or_list(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else values
+def _one_or_tuple(values: Sequence[Any]) -> Any:
+    return values[0] if len(values) == 1 else tuple(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +15,6 @@ from collectives.launch.hosted_ranks import Outcome, Site
 from collectives.spark.jobs import Job, active_context, number_of_ranks, start_within, variables_of
 
 _WITHOUT_EFFECT = {"use_mpi", "use_gloo", "extra_mpi_args", "verbose", "prefix_output_with_timestamp"}
-
-_AFTER_FAILURE = 10.0
-"""Seconds for which the other ranks of one that has failed may still say how they fared."""
 
 
 def run(
@@ -93,7 +90,7 @@ class _Task:
     """What each task does."""
 
     def __init__(self, call: bytes, variables: Mapping[str, str]) -> None:
-        self._call, self._variables = call, variables
+        self._call, self._variables, self._key = call, variables, secrets.token_hex(32)
 
     def __call__(self, _: Iterator[int]) -> Iterator[tuple[int, Outcome]]:
         context = BarrierTaskContext.get()
@@ -101,17 +98,12 @@ class _Task:
         address = context.getTaskInfos()[number].address.rpartition(":")[0]
         with hosted_ranks.as_rank(self._variables):  # which may name a network interface
             site = hosted_ranks.here(address)
-        said = context.allGather(json.dumps(site))
+        said = context.allGather(json.dumps(site))  # each exchange takes Spark a second
         sites = [Site(host, name, at, tuple(ports)) for host, name, at, ports in map(json.loads, said)]
-        arranged = context.allGather(json.dumps(hosted_ranks.arrange(sites)) if number == 0 else "")[0]
-        place = json.loads(arranged)[number]
+        place = {**hosted_ranks.arrange(sites)[number], "COLLECTIVES_KEY": self._key}
         with hosted_ranks.as_rank({**self._variables, **place}):
             outcome = hosted_ranks.call(self._pickled)
-        all_done = threading.Thread(target=context.barrier, daemon=True)
-        all_done.start()
-        is_culprit = outcome.failure is not None and not outcome.failure.consequence
-        all_done.join(_AFTER_FAILURE if is_culprit else None)
-        if all_done.is_alive():
+        if outcome.failure is not None and not outcome.failure.consequence:
             hosted_ranks.results([outcome], "collectives.spark.run")  # raises, and Spark ends the other tasks
         yield int(place["COLLECTIVES_RANK"]), outcome
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,45 +39,68 @@ class Store:
 LocalStore = FilesystemStore = Store
 
 
-def read_share(path: str, columns: Sequence[str], rank: int, size: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Read a rank's rows of a folder of Parquet files, from the row groups that have them.
+class Share:
+    """A rank's part of a folder of Parquet files: every ``size``-th file.
 
-    The rows are divided in order; the last rank takes first rows again, so that all have equally many.
+    Attributes:
+        rows: of the rank that has most.
 
-    Returns:
-        The columns' values, as `arrays` does. InvalidArgumentError: there are no rows.
+    Raises:
+        InvalidArgumentError: there are no rows.
     """
-    data = pyarrow.dataset.dataset(path, format="parquet")
-    total = data.count_rows()
-    if not total:
-        raise InvalidArgumentError(f"there are no rows in {path}: expected a frame with some, and validation below 1")
-    each = -(-total // size)
-    wanted = np.arange(rank * each, (rank + 1) * each) % total
-    pieces, before = [], 0
-    for file in data.get_fragments():
-        for group in file.split_by_row_group():
-            number = group.count_rows()
-            inside = wanted[(wanted >= before) & (wanted < before + number)] - before
-            if len(inside):
-                pieces.append(group.take(pyarrow.array(inside), columns=list(columns)))
-            before += number
-    return arrays(pyarrow.concat_tables(pieces), columns)
+
+    def __init__(self, path: str, columns: Sequence[str], rank: int, size: int) -> None:
+        path = path.replace("s3a://", "s3://", 1)  # Spark's name of S3
+        files = list(pyarrow.dataset.dataset(path, format="parquet").get_fragments())
+        files = [file for file in files if file.count_rows()]
+        if not files:
+            raise InvalidArgumentError(
+                f"there are no rows in {path}: expected a frame with some, and validation below 1"
+            )
+        shares = [files[number::size] or [files[number % len(files)]] for number in range(size)]
+        self.rows = max(sum(file.count_rows() for file in share) for share in shares)
+        self._columns = list(columns)
+        self._groups = [group for file in shares[rank] for group in file.split_by_row_group()]
+
+    def epoch(self, number: int, random: np.random.Generator | None = None) -> Iterator[list[np.ndarray[Any, Any]]]:
+        """Read ``rows`` rows in batches, of which one row group is in memory; first ones again where a rank has fewer.
+
+        Args:
+            number: of rows in a batch; the last one may have fewer.
+            random: shuffles the row groups, and the rows of each.
+
+        Yields:
+            The columns' values, as `arrays` has them.
+        """
+        left, table = self.rows, None
+        order = random.permutation(len(self._groups)) if random else range(len(self._groups))
+        for group in itertools.cycle(self._groups[each] for each in order):
+            rows = group.to_table(columns=self._columns)
+            rows = rows.take(random.permutation(len(rows))) if random else rows
+            rows = rows.slice(0, left)
+            left -= len(rows)
+            table = rows if table is None else pyarrow.concat_tables([table, rows])
+            while len(table) >= number or (len(table) and not left):
+                yield arrays(table.slice(0, number), self._columns)
+                table = table.slice(number)
+            if not left:
+                return
 
 
-def arrays(table: Any, columns: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+def arrays(table: Any, columns: Sequence[str]) -> list[np.ndarray[Any, Any]]:
     """Return columns of an Arrow table as arrays, of shape (rows,), or (rows, ...) for columns of lists.
 
     Raises:
         InvalidArgumentError: a column has nulls, or lists of several lengths.
     """
-    values = {}
+    values = []
     for name in columns:
         column = table.column(name)
         if column.null_count:
             raise InvalidArgumentError(f"column {name!r} has {column.null_count} nulls: expected none")
         array = column.to_numpy()
         try:
-            values[name] = np.stack(array) if array.dtype == object else array
+            values.append(np.stack(array) if array.dtype == object else array)
         except ValueError as error:
             raise InvalidArgumentError(f"column {name!r}: expected lists of one length: {error}") from None
     return values

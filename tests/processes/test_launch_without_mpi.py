@@ -7,6 +7,7 @@ behind.
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import signal
@@ -17,12 +18,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from collectives.launch import agent
 from tests.support.launching.clusters import Cluster, cluster
 from tests.support.launching.mpirun import Result, run_command
+from tests.support.launching.training import train_alone
 
 LAUNCHER = [sys.executable, "-m", "collectives.launch"]
 WAITING = """
@@ -127,10 +130,14 @@ def test_standard_input_is_rank_0s(no_mpi: dict[str, str]) -> None:
 def test_a_function_runs_on_ranks(no_mpi: dict[str, str]) -> None:
     program = """
 import collectives, os
-print(collectives.run(lambda word: word + os.environ["COLLECTIVES_RANK"], ["rank "], np=3))
+from tests.support.launching.training import train_as_rank
+results = collectives.run(lambda word: (word + os.environ["COLLECTIVES_RANK"], train_as_rank()), ["rank "], np=3)
+print([(name, weights.tolist()) for name, weights in results])
 """
     shown = run_command([sys.executable, "-c", program], timeout=30, env=no_mpi).output
-    assert shown == "['rank 0', 'rank 1', 'rank 2']\n"
+    names, weights = zip(*ast.literal_eval(shown), strict=True)
+    assert names == ("rank 0", "rank 1", "rank 2")
+    np.testing.assert_allclose(weights, [train_alone()] * 3, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Ranks between the cells of a notebook, in a real kernel."""
 
+import ast
 import os
 import signal
 import socket
@@ -8,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from collectives.base.errors import RankFailedError
 from collectives.notebook.session import Session
+from tests.support.launching.training import train_alone
 
 pytest.importorskip("ipykernel", reason="ipykernel is not installed")
 manager = pytest.importorskip("jupyter_client.manager", reason="jupyter_client is not installed")
@@ -19,6 +22,7 @@ manager = pytest.importorskip("jupyter_client.manager", reason="jupyter_client i
 pytestmark = pytest.mark.slow
 ROOT = str(Path(__file__).parents[2])
 WITHIN = 120.0
+TRAINING = "from tests.support.launching.training import train_as_rank"
 
 
 class Shown(NamedTuple):
@@ -198,6 +202,13 @@ def test_the_death_of_a_rank_whose_child_holds_its_connection_is_seen() -> None:
 
 
 def test_run_shows_the_ranks_output_in_the_cell(kernel: Kernel) -> None:
-    cell = "import collectives\ndef f():\n    collectives.init()\n    print('in f')\n    return collectives.rank()\n"
-    shown = kernel.run(f"{cell}collectives.run(f, np=2)")
-    assert shown == Shown(["[0] in f", "[1] in f"], "[0, 1]", "")
+    cell = "def f():\n    print('in f')\n    return train_as_rank().tolist()\n"
+    shown = kernel.run(f"import collectives\n{TRAINING}\n{cell}collectives.run(f, np=2)")
+    assert (shown.lines, shown.error) == (["[0] in f", "[1] in f"], "")
+    np.testing.assert_allclose(ast.literal_eval(shown.value), [train_alone()] * 2, rtol=1e-12)
+
+
+def test_a_cell_trains_as_one_process_does(ranks: Kernel) -> None:
+    assert not ranks.run(f"%%collectives\n{TRAINING}\nweights = train_as_rank()").error
+    shown = ranks.run("[weights.tolist() for weights in pull('weights')]")
+    np.testing.assert_allclose(ast.literal_eval(shown.value), [train_alone()] * 2, rtol=1e-12)

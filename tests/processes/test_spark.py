@@ -91,7 +91,6 @@ def test_what_cannot_be_run_is_said(spark: Any) -> None:
 
 def test_a_rank_that_raises_ends_others_that_compute(spark: Any) -> None:
     def fail_or_compute() -> None:
-        collectives.spark.runner._AFTER_FAILURE = 0.1
         collectives.init()
         if collectives.rank() == 1:
             raise ValueError("as asked")
@@ -172,7 +171,7 @@ def test_torchs_estimator(frame: Any, tmp_path: Path) -> None:
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), 0.1),
         "loss": torch.nn.functional.mse_loss,
-        "store": collectives.spark.Store.create(str(tmp_path)),
+        "store": collectives.spark.Store.create(tmp_path.as_uri()),
         "feature_cols": ["pair", "single"],
         "label_cols": ["label"],
     }
@@ -192,8 +191,9 @@ def test_torchs_estimator(frame: Any, tmp_path: Path) -> None:
         collectives.spark.TorchEstimator(**arguments, sample_weight_col="weight")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
-def test_kerass_estimator(frame: Any, tmp_path: Path) -> None:
+@pytest.mark.skipif(not all(map(importlib.util.find_spec, ["keras", "torch"])), reason="Keras or torch is missing")
+def test_kerass_estimator(frame: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "torch")  # which Spark's workers have imported for the test before
     import keras
     from pyspark.sql import functions
 

@@ -22,6 +22,7 @@ from collectives.base.errors import (
 from collectives.worlds import local_world, runtime
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.world import World
+from tests.support.launching.training import train_alone, train_as_rank
 
 
 @pytest.fixture(autouse=True)
@@ -66,25 +67,9 @@ def test_each_rank_has_its_own_process_sets() -> None:
 
 
 def test_training_is_that_of_one_process_on_all_data() -> None:
-    draw = np.random.default_rng(3)
-    inputs = draw.normal(size=(24, 5))
-    targets = inputs @ np.arange(5.0)
-
-    def train(rank: int = 0, size: int = 1) -> list[float]:
-        weights, losses = np.zeros(5), []
-        x, y = inputs[rank::size], targets[rank::size]
-        for _ in range(20):
-            error = x @ weights - y
-            gradient, loss = 2 * x.T @ error / len(x), float(error @ error / len(x))
-            if size > 1:
-                gradient, loss = collectives.allreduce(gradient), collectives.allreduce(loss)
-            weights -= 0.1 * gradient
-            losses.append(loss)
-        return losses
-
     with collectives.local_world(3) as world:
-        for losses in world.run(lambda: train(collectives.rank(), collectives.size())):
-            np.testing.assert_allclose(losses, train())
+        for weights in world.run(train_as_rank):
+            np.testing.assert_allclose(weights, train_alone(), rtol=1e-12)
 
 
 def test_a_rank_that_raises_ends_the_others_and_no_later_run() -> None:

@@ -142,6 +142,24 @@ def frame(spark: Any) -> Any:
     return spark.createDataFrame(rows, "pair array<double>, single double, label double")
 
 
+def test_shares_have_equally_many_rows_and_leave_none(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    from collectives.spark.store import Share
+
+    for number, rows in enumerate([7, 5, 0]):
+        table = pyarrow.table({"x": np.arange(rows) + 10.0 * number})
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet", row_group_size=3)
+    for size in (2, 3):  # the third rank reads a file that the first one reads too
+        for random in (None, np.random.default_rng(1)):
+            shares = [Share(tmp_path.as_uri(), ["x"], rank, size) for rank in range(size)]
+            read = [[rows for (rows,) in share.epoch(4, random)] for share in shares]
+            assert [[len(rows) for rows in batches] for batches in read] == [[4, 3]] * size
+            assert {*np.concatenate([*read[0], *read[1]])} == {*range(7), *range(10, 15)}
+    with pytest.raises(InvalidArgumentError, match="there are no rows"):
+        Share((tmp_path / "2.parquet").as_uri(), ["x"], 0, 2)
+
+
 def check_estimator(estimator: Any, frame: Any) -> Any:
     """Fits a linear model, whose predictions and losses have to be good."""
     fitted = estimator.fit(frame)

@@ -67,6 +67,7 @@ class Batch:
             self._plan(members)
         self.nbytes = sum(entry.nbytes for entry in entries)
         self._bytes = [sum(entries[number].nbytes for number in members) for _, members in self.tasks]
+        self._first_named = next((entry for entry in entries if entry.name is not None), None)
 
     def _plan(self, members: tuple[int, ...]) -> None:
         entries, context = [self.entries[number] for number in members], self._context
@@ -151,6 +152,8 @@ class Batch:
         statistics.bytes_reduced += self.nbytes
         packed = sum(nbytes for (task, _), nbytes in zip(self.tasks, self._bytes, strict=True) if task.packs)
         statistics.bytes_packed += packed
+        if self._first_named is not None:
+            statistics.count_step(self._first_named)  # as a list's other names, this one comes once a step
 
     def _meet(self, task: Task, handles: Sequence[Handle], prepared: Callable[[], object] = lambda: None) -> None:
         """Prepare a task other than the first, call ``prepared``, and meet the other ranks.

@@ -44,6 +44,14 @@ class Statistics:
     bytes_reduced: int = 0
     bytes_packed: int = 0
     """Copied into a buffer or window, and out of it."""
+    steps: int = 0
+    """Steps of the program: one ends when a named operation comes that it has had already."""
+
+    def count_step(self, entry: CachedRequest) -> None:
+        """Note that a named operation has come, and count a step if it is in the present one for the second time."""
+        if entry.last_step == self.steps:
+            self.steps += 1
+        entry.last_step = self.steps
 
     def count_alone(self, operations: int, nbytes: int) -> None:
         """Count operations of ``nbytes`` in all, each of which was carried out in a round of its own."""

@@ -166,6 +166,8 @@ class Coordinator:
             return True
         self.open = None
         self.context.statistics.count_alone(1, entry.nbytes)
+        if entry.name is not None:
+            self.context.statistics.count_step(entry)
         self.settle(key, task)
         self._carried_out([handle])
         return True

@@ -76,6 +76,7 @@ class Engine:
         self._using_memory = in_flight.operations
         self._ledger = self._coordinator.ledger
         self._planner = context.planner
+        self._statistics = context.statistics
 
     # ---- submission
 
@@ -172,6 +173,10 @@ class Engine:
                         submissions.unnamed += 1
                     else:
                         del self._names[name]
+                        statistics = self._statistics  # as `count_step`, without a call
+                        if entry.last_step == statistics.steps:
+                            statistics.steps += 1
+                        entry.last_step = statistics.steps
                     if self._ledger.news or (name is not None and task.generation != self._ledger.generation):
                         coordinator.settle(name if name is not None else submissions.unnamed - 1, task)
                 else:

@@ -69,6 +69,7 @@ class CachedRequest:
         native, inline: in place of a plan, valid after `plan`: the transport's own reduction, or how the data travels
             as words of the round.
         binding: of a persistent operation; None: of any other.
+        last_step: the step in which it came last, as `Statistics.steps` counts them, if it is named.
     """
 
     on_device: ClassVar[bool] = False
@@ -94,6 +95,7 @@ class CachedRequest:
     nbytes: int = field(default=0, init=False)
     step: Any = field(default=None, init=False)
     binding: Binding | None = field(default=None, init=False)
+    last_step: int = field(default=-1, init=False)
     native: Reduce | None = field(default=None, init=False)
     inline: Inline | None = field(default=None, init=False)
     _epoch: int = field(default=-1, init=False)

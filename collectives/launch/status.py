@@ -1,6 +1,7 @@
 """What the ranks of a job do, and who is late: from the lines that each says twice a second of itself.
 
     rank: collectives.worlds.status -> rank.py, a frame -> Output -> Statuses -> `collectives status`, the page
+                                    -> a file, without ``collectivesrun`` -> `by_others` -> `collectives status`
 
 A rank that waits names the ranks that are missing; what those do is in their own lines, or in the age of the last one.
 """
@@ -9,24 +10,25 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from collectives.worlds.status import OF_RANKS, own_folder
 
 WAITS_FROM = 0.5
 """Seconds from which a rank counts as waiting: shorter waits are part of every step."""
 SILENT_FROM = 2.0
 """Seconds without a line from which a rank counts as silent."""
-_KEPT = 20
-"""Lines of a rank over which its rate is taken."""
-
 Line = Mapping[str, Any]
-"""What a rank has said last: ``rank``, ``host``, ``pid``, ``generation``, ``operations``; ``at``, the line of the
-program; ``call``, the function of the package that it is in; ``still``, the seconds since it came there; ``waits``:
-``what``, ``at``, ``seconds``, ``ranks``. `Statuses` adds ``age``, the seconds since then, and ``rate``."""
+"""What a rank has said last: ``rank``, ``host``, ``pid``, ``began``, ``generation``, ``operations``, ``steps``;
+``rate``, steps per second; ``at``, the line of the program; ``call``, the function of the package that it is in;
+``still``, the seconds since it came there; ``waits``: ``what``, ``at``, ``seconds``, ``ranks``; without a launcher that
+knows it, ``job``, alike in all ranks of one job. The reader adds ``age``, the seconds since then."""
 
 
 class Statuses:
@@ -41,7 +43,6 @@ class Statuses:
         self._began = time.time()
         self._rests: dict[int, bytes] = {}
         self._lines: dict[int, tuple[float, Line]] = {}
-        self._counts: dict[int, deque[tuple[float, int]]] = {}
 
     def add(self, origin: int, data: bytes) -> None:
         """Add what a rank has said, which the launcher knows by the number ``origin``."""
@@ -49,42 +50,66 @@ class Statuses:
         now = time.monotonic()
         for text in lines:
             with suppress(ValueError, TypeError):
-                line = {"rank": None, **json.loads(text)}
-                counts = self._counts.setdefault(origin, deque(maxlen=_KEPT))
-                if counts and counts[-1][1] > line.get("operations", 0):
-                    counts.clear()  # another world
-                counts.append((now, line.get("operations", 0)))
-                (first, before), (last, after) = counts[0], counts[-1]
-                line["rate"] = (after - before) / (last - first) if last > first else 0.0
-                self._lines[origin] = now, line
+                self._lines[origin] = now, {"rank": None, **json.loads(text)}
 
     def lines(self) -> list[Line]:
         """What each rank of the newest generation has said last, in their order; of one that has said nothing, its
         number."""
         now = time.monotonic()
-        lines = [
+        lines = _newest(
             {**line, "rank": origin if line["rank"] is None else line["rank"], "age": round(now - heard, 2)}
             for origin, (heard, line) in list(self._lines.items())
-        ]
-        newest = max((line.get("generation") or 0 for line in lines), default=0)
-        lines = [line for line in lines if (line.get("generation") or 0) == newest]
+        )
         missing = set(range(self._ranks)) - {line["rank"] for line in lines}
-        return sorted([*lines, *({"rank": rank} for rank in missing)], key=lambda line: line["rank"])
+        return sorted([*lines, *({"rank": rank} for rank in missing)], key=_number)
 
     def snapshot(self, command: str) -> dict[str, Any]:
         """What `collectives status` and the page show."""
-        lines = self.lines()
-        here = os.getcwd() + os.sep
-        return {
-            "job": {
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "command": command,
-                "seconds": round(time.time() - self._began, 1),
-            },
-            "ranks": [{**line, "does": does(line).replace(here, "")} for line in lines],
-            "late": [sentence.replace(here, "") for sentence in late(lines)],
-        }
+        return _snapshot(self.lines(), os.getpid(), command, os.getcwd(), self._began)
+
+
+def by_others() -> dict[int, dict[str, Any]]:
+    """Return snapshots of this user's jobs on this host that another launcher has started, each by the least number of
+    its processes here. The files of processes that were killed are removed."""
+    jobs: dict[str, list[Line]] = {}
+    for path in own_folder().glob(f"{OF_RANKS}*"):
+        try:
+            os.kill(int(path.name.removeprefix(OF_RANKS)), 0)
+            line = json.loads(path.read_bytes().partition(b"\n")[0])
+            jobs.setdefault(line["job"], []).append({**line, "age": round(time.time() - path.stat().st_mtime, 2)})
+        except ProcessLookupError:
+            path.unlink(missing_ok=True)
+        except (OSError, ValueError):
+            continue  # it has just begun, or ends
+    snapshots = {}
+    for lines in jobs.values():
+        pid, began = min((line["pid"], line["began"]) for line in lines)
+        with suppress(OSError):
+            command = shlex.join(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1])
+            ordered = sorted(_newest(lines), key=_number)
+            snapshots[pid] = _snapshot(ordered, pid, command, os.readlink(f"/proc/{pid}/cwd"), began)
+    return snapshots
+
+
+def _newest(lines: Iterable[Line]) -> list[Line]:
+    """Return the lines of the newest generation of an elastic job, or all."""
+    lines = list(lines)
+    newest = max((line.get("generation") or 0 for line in lines), default=0)
+    return [line for line in lines if (line.get("generation") or 0) == newest]
+
+
+def _number(line: Line) -> int:
+    return int(line["rank"])
+
+
+def _snapshot(lines: Sequence[Line], pid: int, command: str, folder: str, began: float) -> dict[str, Any]:
+    here = folder + os.sep
+    job = {"pid": pid, "host": socket.gethostname(), "command": command, "seconds": round(time.time() - began, 1)}
+    return {
+        "job": job,
+        "ranks": [{**line, "does": does(line).replace(here, "")} for line in lines],
+        "late": [sentence.replace(here, "") for sentence in late(lines)],
+    }
 
 
 def late(lines: Sequence[Line]) -> list[str]:
@@ -104,7 +129,7 @@ def late(lines: Sequence[Line]) -> list[str]:
         sentence = (
             f"rank {rank}{' on ' + own['host'] if own and 'host' in own else ''} is late: {listed(numbers)} "
             f"wait{'' if numbers[1:] else 's'} {_seconds(longest):.1f} s for it in {_what(longest)}; "
-            f"{'it ' + does(own) if own else 'another launcher has started it'}"
+            f"{'it ' + does(own) if own else 'it is elsewhere: ask on its host'}"
         )
         sentences.append((rank in waiting, -len(waits), rank, sentence))
     return [sentence for *_, sentence in sorted(sentences)]

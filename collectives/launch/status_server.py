@@ -15,7 +15,6 @@ import os
 import secrets
 import socket
 import socketserver
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,16 +23,13 @@ from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.logging import logger
+from collectives.launch.status import by_others
+from collectives.worlds.status import own_folder
 
 _PATIENCE = 5.0
 """Seconds within which a client must have asked, and read the answer."""
 _PAGE = Path(__file__).with_name("status_page.html")
 Snapshot = Callable[[], dict[str, Any]]
-
-
-def folder() -> Path:
-    """Return the folder with the sockets of this user's jobs on this host, each named by the launcher's pid."""
-    return Path(f"/tmp/collectives-{os.getuid()}")
 
 
 @contextlib.contextmanager
@@ -49,7 +45,7 @@ def serve(snapshot: Snapshot, port: int | None = None) -> Iterator[str]:
     address = ""
     with contextlib.ExitStack() as stack:
         try:
-            path = _own_folder() / str(os.getpid())
+            path = own_folder() / str(os.getpid())
             path.unlink(missing_ok=True)
             local = _LocalServer(str(path), snapshot)
             stack.callback(path.unlink, missing_ok=True)
@@ -72,34 +68,24 @@ def ask(pid: int) -> dict[str, Any]:
     """Return what the launcher with this number shows. OSError: there is none."""
     with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(ValueError):
         connection.settimeout(_PATIENCE)
-        connection.connect(str(_own_folder() / str(pid)))
+        connection.connect(str(own_folder() / str(pid)))
         with connection.makefile("rb") as answer:
             return dict(json.loads(answer.read()))
     raise ConnectionResetError("the job is ending")
 
 
-def jobs() -> list[int]:
-    """Return the launchers of this user on this host that answer; forgets those that were killed."""
-    answering = []
-    for path in sorted(_own_folder().iterdir()):
+def jobs() -> dict[int, dict[str, Any]]:
+    """Return snapshots of this user's jobs on this host, by the number of the launcher, or of a rank where that is not
+    ``collectivesrun``; forgets launchers that were killed."""
+    answers = by_others()
+    for path in own_folder().iterdir():
         try:
-            ask(int(path.name))
-            answering.append(int(path.name))
+            answers[int(path.name)] = ask(int(path.name))
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
         except (OSError, ValueError):
             continue
-    return answering
-
-
-def _own_folder() -> Path:
-    """Return `folder`, made where it is missing. PermissionError: it is not the user's alone."""
-    path = folder()
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise PermissionError(f"{path} is not a folder of this user alone")
-    return path
+    return answers
 
 
 @contextlib.contextmanager

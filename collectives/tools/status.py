@@ -9,40 +9,48 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from collectives.launch import status_server
+from collectives.launch.status import by_others
 
-_COLUMNS = ("rank", "host", "generation", "operations", "per second", "what it does")
+_COLUMNS = ("rank", "host", "generation", "operations", "steps", "steps/s", "what it does")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the status of a job that ``collectivesrun`` runs on this host, and return the exit code."""
+    """Print the status of a job that was started on this host, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="collectives status",
         description="Show what the ranks of a running job do, and who waits for whom, at which line.",
         epilog="On other hosts: ssh HOST collectives status. As a page for browsers: collectivesrun --status-port.",
         allow_abbrev=False,
     )
-    parser.add_argument("job", metavar="JOB", nargs="?", type=int, help="the process id of its collectivesrun")
+    parser.add_argument(
+        "job",
+        metavar="JOB",
+        nargs="?",
+        type=int,
+        help="the process id of its collectivesrun or, without one, of a rank",
+    )
     parser.add_argument("--json", action="store_true", help="print the data instead of a table")
     options = parser.parse_args(arguments)
     try:
-        running = status_server.jobs() if options.job is None else [options.job]
-        if len(running) != 1:
-            found = "\n".join(f"  {pid}  {status_server.ask(pid)['job']['command']}" for pid in running)
-            print(
-                f"collectives status: which job?\n{found}" if running else "collectives status: no job runs here",
-                file=sys.stderr,
-            )
-            return 1
-        shown = status_server.ask(running[0])
+        running = status_server.jobs() if options.job is None else _of(options.job)
     except OSError as error:
         named = "" if options.job is None else f" {options.job}"
-        print(
-            f"collectives status: no answer from a collectivesrun{named} of this user on this host ({error})",
-            file=sys.stderr,
-        )
+        print(f"collectives status: no answer from a job{named} of this user on this host ({error})", file=sys.stderr)
         return 1
+    if len(running) != 1:
+        found = "\n".join(f"  {pid}  {snapshot['job']['command']}" for pid, snapshot in sorted(running.items()))
+        problem = f"which job?\n{found}" if running else "no job runs here"
+        print(f"collectives status: {problem}", file=sys.stderr)
+        return 1
+    (shown,) = running.values()
     print(json.dumps(shown, indent=2) if options.json else in_words(shown))
     return 0
+
+
+def _of(pid: int) -> Mapping[int, Mapping[str, Any]]:
+    """Return the snapshot of the job of a launcher, or of a rank that another launcher has started."""
+    of_rank = {number: job for number, job in by_others().items() if any(rank["pid"] == pid for rank in job["ranks"])}
+    return of_rank or {pid: status_server.ask(pid)}
 
 
 def in_words(shown: Mapping[str, Any]) -> str:
@@ -60,8 +68,8 @@ def in_words(shown: Mapping[str, Any]) -> str:
 
 
 def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
-    texts = [rank.get(key) for key in ("rank", "host", "generation", "operations")]
-    rate = f"{rank['rate']:.1f}" if "rate" in rank else ""
+    texts = [rank.get(key) for key in ("rank", "host", "generation", "operations", "steps")]
+    rate = f"{rank['rate']:.1f}" if rank.get("steps") else ""
     return (*("" if text is None else str(text) for text in texts), rate, rank["does"])
 
 

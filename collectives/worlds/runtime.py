@@ -188,9 +188,9 @@ def init(
         several = default.job is not None or launchers.mpi_may_join(os.environ) or launchers.several(os.environ)
         if "mpi4py.MPI" in sys.modules or several or asked.explicit:
             _watch_exit()  # the others must not wait for a rank that fails for an invalid setting
-        path = os.environ.get(status.VARIABLE, "0")
+        path = os.environ.get(status.VARIABLE, "" if several or asked.explicit else "0")
         if path != "0" and default.status is None:
-            default.status = status.start(path, _present)
+            default.status = status.start(path, _present, asked)
         goes_on = default.job is not None and default.job.generation > 0
         config = Config.from_environment()
         logging.configure(config.log_level)

@@ -1,64 +1,123 @@
 """A rank says twice a second where it is: which line of the program, what it waits for, and for whom.
 
-``collectivesrun`` names the pipe that takes these lines of JSON (`collectives.launch.status` reads them). A thread of
-its own writes them, so that no call becomes slower. A rank that is stopped, or in C code that keeps the interpreter's
-lock, says nothing, which shows as well.
+Under ``collectivesrun`` these lines of JSON go into a pipe that it has named, and in ranks that another launcher has
+started each into a file of the user's, in place of the one before (`collectives.launch.status` reads both). A thread
+of its own writes them, so that no call becomes slower. A rank that is stopped, or in C code that keeps the
+interpreter's lock, says nothing, which shows as well.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
+import stat
 import sys
 import sysconfig
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from collectives.base import launchers
 from collectives.engine.handles import PACKAGE
+from collectives.transport.stores.rendezvous import NOTHING, Asked
 from collectives.worlds.world import World
 
 VARIABLE = "COLLECTIVES_STATUS"
-"""The variable by which ``collectivesrun`` names where the lines go."""
+"""The variable by which ``collectivesrun`` names where the lines go; 0: nowhere."""
+FOLDER = Path(f"/tmp/collectives-{os.getuid()}")
+"""What this user's jobs on this host tell `collectives status` is here."""
+OF_RANKS = "rank-"
+"""The names of ranks' files begin so, and end with the process's number."""
 _EVERY = 0.5
 """Seconds between two lines."""
+_KEPT = 20
+"""Lines over which the rate of steps is taken."""
 _MOST_TEXT = 500
 """Most characters of a name or a line of the program, so that a line of JSON fits into one write."""
 _OWN = PACKAGE + os.sep
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
+_MEET = (
+    ("COLLECTIVES_RENDEZVOUS",),
+    ("PMIX_NAMESPACE",),
+    ("MASTER_ADDR", "MASTER_PORT"),
+    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+)
+"""Variables that are alike in the ranks of one job."""
 
 
-def start(path: str, present: Callable[[], tuple[World | None, int | None]]) -> threading.Thread:
-    """Start the thread; it ends with the process.
+def own_folder() -> Path:
+    """Return `FOLDER`, made where it is missing. PermissionError: it is not the user's alone."""
+    FOLDER.mkdir(mode=0o700, exist_ok=True)
+    status = FOLDER.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError(f"{FOLDER} is not a folder of this user alone")
+    return FOLDER
+
+
+def start(
+    path: str, present: Callable[[], tuple[World | None, int | None]], asked: Asked = NOTHING
+) -> threading.Thread | None:
+    """Start the thread; it ends with the process, or when nobody can read the lines any more.
 
     Args:
+        path: of the pipe; empty: a file of its own. Where that cannot be made, no thread is started.
         present: returns the default world, if there is one, and the generation of an elastic job.
+        asked: what the program has told `init`.
     """
-    thread = threading.Thread(target=_tell, args=(path, present), name="collectives status", daemon=True)
+    about: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time(), "rank": None}
+    if not path:
+        try:
+            file = own_folder() / f"{OF_RANKS}{os.getpid()}"
+            file.write_bytes(b"")
+        except OSError:
+            return None
+        atexit.register(_remove, file, os.getpid())
+        path, about["job"] = str(file), asked.rendezvous or _job()
+        about["rank"] = launchers.rank(os.environ) if asked.rank is None else asked.rank
+    thread = threading.Thread(target=_tell, args=(path, present, about), name="collectives status", daemon=True)
     thread.start()
     return thread
 
 
-def _tell(path: str, present: Callable[[], tuple[World | None, int | None]]) -> None:
-    host, changed, before = socket.gethostname(), time.monotonic(), None
+def _remove(file: Path, pid: int) -> None:
+    if pid == os.getpid():  # and not a forked child
+        file.unlink(missing_ok=True)
+
+
+def _job() -> str:
+    """What is alike in the ranks of one job on this host, and in no other's: where they meet, or who started them."""
+    told = [[os.environ.get(name, "") for name in names] for names in _MEET]
+    return next((" ".join(texts) for texts in told if all(texts)), f"process {os.getppid()}")
+
+
+def _tell(path: str, present: Callable[[], tuple[World | None, int | None]], about: dict[str, Any]) -> None:
+    changed, before = time.monotonic(), None
+    counts: deque[tuple[float, int]] = deque(maxlen=_KEPT)
     while True:
         where, call = place_of(sys._current_frames().get(threading.main_thread().ident or 0))
-        line = {"host": host, "pid": os.getpid(), "at": where[-_MOST_TEXT:], "call": call}
-        try:
+        line = {**about, "at": where[-_MOST_TEXT:], "call": call}
+        with suppress(Exception):  # what another thread is about to change or to end; the next line has it
             line |= _of_world(*present())
-        except Exception:  # what another thread is about to change or to end; the next line has it
-            line["rank"] = None
         now = time.monotonic()
-        if before != (before := (where, line.get("operations"), line.get("rank"))):
+        if before != (before := (where, line.get("operations"), line["rank"])):
             changed = now
+        if counts and counts[-1][1] > line.get("steps", 0):
+            counts.clear()  # another world
+        counts.append((now, line.get("steps", 0)))
+        (first, earlier), (last, later) = counts[0], counts[-1]
+        line["rate"] = round((later - earlier) / (last - first), 2) if last > first else 0.0
         line["still"] = round(now - changed, 2)
         try:
-            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
+            file = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
             try:
-                os.write(file, json.dumps(line).encode() + b"\n")
+                os.write(file, json.dumps(line).encode() + b"\n")  # of a longer one before, the end is left in a file
             finally:
                 os.close(file)
         except BlockingIOError:
@@ -71,13 +130,15 @@ def _tell(path: str, present: Callable[[], tuple[World | None, int | None]]) -> 
 def _of_world(world: World | None, generation: int | None) -> dict[str, Any]:
     """What a line says of the world."""
     if world is None:
-        return {"rank": None}
+        return {}
     now = time.monotonic()
     waits = max(world.waits(), key=lambda wait: now - (wait.since or now), default=None)
+    operations, steps = world.work_done
     return {
         "rank": world.rank,
         "generation": generation,
-        "operations": world.operations_done,
+        "operations": operations,
+        "steps": steps,
         "waits": waits
         and {
             "what": waits.what[:_MOST_TEXT],

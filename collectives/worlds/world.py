@@ -349,9 +349,11 @@ class World(_Parts):
         return [wait for wait in waits if wait is not None]
 
     @property
-    def operations_done(self) -> int:
-        """The operations that this rank has carried out, in this world and its process sets."""
-        return sum(world.statistics.tensors for world in (self, *self._children))
+    def work_done(self) -> tuple[int, int]:
+        """The operations that this rank has carried out, in this world and its process sets, and the program's steps,
+        as `Statistics` counts both."""
+        counters = [world.statistics for world in (self, *self._children)]
+        return sum(each.tensors for each in counters), max(each.steps for each in counters)
 
     # ---- the end
 

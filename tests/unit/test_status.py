@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -13,19 +15,34 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from collectives.base.errors import InvalidArgumentError
+from collectives.engine.context import Statistics
+from collectives.engine.stall import Wait
 from collectives.launch import rank as before_rank
 from collectives.launch import status_server
 from collectives.launch.status import Statuses, does, late
 from collectives.tools import status as tool
+from collectives.transport.stores.rendezvous import Asked
 from collectives.worlds import status
 
 
 def computes(rank: int, where: str = "data.py:17 in load", **more: Any) -> dict[str, Any]:
-    said = {"rank": rank, "host": "node1", "at": where, "call": "", "still": 3.9, "age": 0.1, "operations": 7}
+    said = {
+        "rank": rank,
+        "host": "node1",
+        "at": where,
+        "call": "",
+        "still": 3.9,
+        "age": 0.1,
+        "operations": 7,
+        "steps": 5,
+        "rate": 2.5,
+    }
     return {**said, "waits": None, **more}
 
 
@@ -68,7 +85,7 @@ def test_an_operation_in_flight_does_not_hide_where_a_rank_computes() -> None:
     assert does({**waits(0, 1), "call": ""}).startswith("is at train.py:41 in step, for 4.0 s")
 
 
-def test_lines_are_joined_rates_taken_and_former_generations_left_out() -> None:
+def test_lines_are_joined_and_former_generations_left_out() -> None:
     statuses = Statuses(2)
     text = json.dumps({**computes(0), "generation": 2}).encode() + b"\n"
     statuses.add(5, text[:10])
@@ -77,10 +94,10 @@ def test_lines_are_joined_rates_taken_and_former_generations_left_out() -> None:
     statuses.add(5, json.dumps({**computes(0), "generation": 2, "operations": 27}).encode() + b"\n")
     statuses.add(6, json.dumps({**computes(1), "generation": 1}).encode() + b"\n")
     first, second = statuses.lines()
-    assert (first["operations"], first["generation"]) == (27, 2) and first["rate"] > 0
+    assert (first["operations"], first["generation"]) == (27, 2)
     assert second == {"rank": 1}
     shown = tool.in_words(statuses.snapshot("python train.py"))
-    assert "python train.py" in shown and "is at data.py:17 in load" in shown
+    assert "python train.py" in shown and re.search(r"27 +5 +2\.5 +is at data.py:17 in load", shown)
 
 
 def test_a_rank_says_its_line_and_the_call_that_it_is_in(tmp_path: Path) -> None:
@@ -100,6 +117,7 @@ def test_the_thread_writes_lines_and_ends_with_the_pipe(tmp_path: Path) -> None:
     link = tmp_path / "pipe"
     link.symlink_to(f"/proc/{os.getpid()}/fd/{sink}")
     thread = status.start(str(link), lambda: (None, None))
+    assert thread is not None
     line = json.loads(os.read(source, 4096))
     assert line["pid"] == os.getpid() and line["rank"] is None and "operations" not in line
     link.unlink()
@@ -111,8 +129,41 @@ def test_the_thread_writes_lines_and_ends_with_the_pipe(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(status_server, "folder", lambda: tmp_path / "jobs")
+    monkeypatch.setattr(status, "FOLDER", tmp_path / "jobs")
     return tmp_path / "jobs"
+
+
+def test_ranks_that_another_launcher_has_started_are_found_by_their_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This process is rank 2; of rank 3, on another host, nothing is seen here."""
+    steps, written = iter([0, 40, 80, 120]), threading.Event()
+    waiting = Wait("allreduce 'grad.7'", "train.py:41 in step", time.monotonic() - 60, [3])
+    world: Any = SimpleNamespace(rank=2, waits=lambda: [waiting])
+
+    def present() -> Any:
+        world.work_done = 9, next(steps, 120)
+        if world.before == 120:
+            written.set()
+        world.before = world.work_done[1]
+        return world, None
+
+    world.before = 0
+    monkeypatch.setattr(status, "_EVERY", 0.05)
+    thread = status.start("", present, Asked("tcp://node1:29400", None, 2, 4))
+    assert thread is not None and written.wait(20)
+    ended = subprocess.Popen(["true"])
+    ended.wait(20)
+    (folder / f"rank-{ended.pid}").write_text("{}")
+    assert tool.main([str(os.getpid())]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^ +2 +\S+ +9 +120 +[1-9][\d.]+ +is at ", shown, re.MULTILINE), shown
+    assert "rank 3 is late: rank 2 waits 60" in shown and "it is elsewhere: ask on its host" in shown
+    assert list(status_server.jobs()) == [os.getpid()]
+    assert [path.name for path in folder.iterdir()] == [f"rank-{os.getpid()}"]
+    (folder / f"rank-{os.getpid()}").unlink()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -150,7 +201,7 @@ def test_who_says_nothing_keeps_nobody_waiting(address: str) -> None:
 def test_a_port_that_is_taken_is_named(address: str) -> None:
     port = int(address.split(":")[2].split("/")[0])
     with (
-        pytest.raises(status_server.InvalidArgumentError, match=f"--status-port {port}: .*in use"),
+        pytest.raises(InvalidArgumentError, match=f"--status-port {port}: .*in use"),
         status_server.serve(dict, port),
     ):
         pass
@@ -163,8 +214,8 @@ def test_jobs_are_found_and_killed_ones_forgotten(
     assert tool.main(["--json", str(os.getpid())]) == 0 and json.loads(capsys.readouterr().out)["job"]
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(folder / "1"))
-    assert status_server.jobs() == [os.getpid()] and not (folder / "1").exists()
-    assert tool.main(["1"]) == 1 and "no answer from a collectivesrun 1" in capsys.readouterr().err
+    assert list(status_server.jobs()) == [os.getpid()] and not (folder / "1").exists()
+    assert tool.main(["1"]) == 1 and "no answer from a job 1" in capsys.readouterr().err
 
 
 def test_nothing_is_served_in_a_folder_that_others_can_change(folder: Path) -> None:
@@ -187,3 +238,13 @@ def test_the_server_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[s
     assert tool.main([]) == 1 and "no job runs here" in capsys.readouterr().err
     with contextlib.suppress(FileNotFoundError):
         folder.rmdir()
+
+
+def test_a_step_ends_where_a_named_operation_comes_again() -> None:
+    statistics = Statistics()
+    gradients, bias, loss = (cast(Any, SimpleNamespace(last_step=-1)) for _ in range(3))
+    counted = []
+    for entry in (gradients, bias, loss, bias, gradients, loss, gradients, bias):
+        statistics.count_step(entry)
+        counted.append(statistics.steps)
+    assert counted == [0, 0, 0, 1, 1, 1, 2, 2]

@@ -189,7 +189,7 @@ def init(
         if "mpi4py.MPI" in sys.modules or several or asked.explicit:
             _watch_exit()  # the others must not wait for a rank that fails for an invalid setting
         path = os.environ.get(status.VARIABLE, "" if several or asked.explicit else "0")
-        if path != "0" and default.status is None:
+        if path != "0" and (default.status is None or not default.status.is_alive()):
             default.status = status.start(path, _present, asked)
         goes_on = default.job is not None and default.job.generation > 0
         config = Config.from_environment()

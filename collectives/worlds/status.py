@@ -64,7 +64,8 @@ def own_folder() -> Path:
 def start(
     path: str, present: Callable[[], tuple[World | None, int | None]], asked: Asked = NOTHING
 ) -> threading.Thread | None:
-    """Start the thread; it ends with the process, or when nobody can read the lines any more.
+    """Start the thread; it ends with the process, when nobody can read the lines any more or, if they go into a file,
+    after a `shutdown`: Ray's and Dask's processes are ranks of other jobs later.
 
     Args:
         path: of the pipe; empty: a file of its own. Where that cannot be made, no thread is started.
@@ -79,9 +80,11 @@ def start(
         except OSError:
             return None
         atexit.register(_remove, file, os.getpid())
-        path, about["job"] = str(file), asked.rendezvous or _job()
+        path, about["job"] = str(file), ""
         about["rank"] = launchers.rank(os.environ) if asked.rank is None else asked.rank
-    thread = threading.Thread(target=_tell, args=(path, present, about), name="collectives status", daemon=True)
+    thread = threading.Thread(
+        target=_tell, args=(path, present, about, asked.rendezvous), name="collectives status", daemon=True
+    )
     thread.start()
     return thread
 
@@ -97,14 +100,23 @@ def _job() -> str:
     return next((" ".join(texts) for texts in told if all(texts)), f"process {os.getppid()}")
 
 
-def _tell(path: str, present: Callable[[], tuple[World | None, int | None]], about: dict[str, Any]) -> None:
-    changed, before = time.monotonic(), None
+def _tell(
+    path: str, present: Callable[[], tuple[World | None, int | None]], about: dict[str, Any], rendezvous: str | None
+) -> None:
+    changed, before, joined = time.monotonic(), None, False
     counts: deque[tuple[float, int]] = deque(maxlen=_KEPT)
     while True:
+        world, generation = present()
+        if "job" in about:
+            if joined and (world, generation) == (None, None):
+                atexit.unregister(_remove)
+                return _remove(Path(path), os.getpid())
+            about["job"] = rendezvous or _job()
+        joined = joined or world is not None
         where, call = place_of(sys._current_frames().get(threading.main_thread().ident or 0))
         line = {**about, "at": where[-_MOST_TEXT:], "call": call}
         with suppress(Exception):  # what another thread is about to change or to end; the next line has it
-            line |= _of_world(*present())
+            line |= _of_world(world, generation)
         now = time.monotonic()
         if before != (before := (where, line.get("operations"), line["rank"])):
             changed = now

@@ -137,7 +137,7 @@ def test_ranks_that_another_launcher_has_started_are_found_by_their_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """This process is rank 2; of rank 3, on another host, nothing is seen here."""
-    steps, written = iter([0, 40, 80, 120]), threading.Event()
+    steps, written, left = iter([0, 40, 80, 120]), threading.Event(), threading.Event()
     waiting = Wait("allreduce 'grad.7'", "train.py:41 in step", time.monotonic() - 60, [3])
     world: Any = SimpleNamespace(rank=2, waits=lambda: [waiting])
 
@@ -146,7 +146,7 @@ def test_ranks_that_another_launcher_has_started_are_found_by_their_files(
         if world.before == 120:
             written.set()
         world.before = world.work_done[1]
-        return world, None
+        return None if left.is_set() else world, None
 
     world.before = 0
     monkeypatch.setattr(status, "_EVERY", 0.05)
@@ -161,9 +161,9 @@ def test_ranks_that_another_launcher_has_started_are_found_by_their_files(
     assert "rank 3 is late: rank 2 waits 60" in shown and "it is elsewhere: ask on its host" in shown
     assert list(status_server.jobs()) == [os.getpid()]
     assert [path.name for path in folder.iterdir()] == [f"rank-{os.getpid()}"]
-    (folder / f"rank-{os.getpid()}").unlink()
+    left.set()
     thread.join(20)
-    assert not thread.is_alive()
+    assert not thread.is_alive() and not list(folder.iterdir())
 
 
 @pytest.fixture

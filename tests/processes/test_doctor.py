@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,29 @@ def test_faults_of_one_host(tmp_path: Path) -> None:
     assert "No such file or directory" in found["/dev/shm", "wrong"][0]
 
 
+REFUSING = """
+import ctypes, os, struct, sys
+libc, X86_64, READV, EPERM = ctypes.CDLL(None, use_errno=True), 0xC000003E, 310, 1
+rows = [
+    (0x20, 0, 0, 4), (0x15, 0, 2, X86_64),                     # of another architecture: allowed
+    (0x20, 0, 0, 0), (0x15, 1, 0, READV),
+    (0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050000 | EPERM),
+]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(rows), ctypes.addressof(code)))
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program) == 0, os.strerror(ctypes.get_errno())
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""Runs a command to which a seccomp filter refuses process_vm_readv."""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter names a system call by x86-64's number")
+def test_a_seccomp_filter() -> None:
+    found = examine([sys.executable, "-c", REFUSING, *DOCTOR], expect=0)
+    assert "process_vm_readv is refused: a seccomp filter is active" in found["peers' memory", "slow"][0]
+    assert "--cap-add=SYS_PTRACE" in found["peers' memory", "slow"][0]
+
+
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Cluster]:
     """Two hosts whose links carry 25 MB/s."""
@@ -64,13 +88,23 @@ def hosts() -> Iterator[Cluster]:
         yield made
 
 
-def test_a_slow_link(hosts: Cluster) -> None:
+def test_a_slow_link_and_a_clock_that_is_behind(hosts: Cluster) -> None:
+    """The clocks of the hosts are one: what ssh starts on host2 is told another time by libfaketime, where it is."""
+    library = next(iter(Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), None)
+    if library is not None:
+        variables = f"Host host2\n  SetEnv LD_PRELOAD={library} FAKETIME=-5s"
+        of_ssh = "/etc/ssh/ssh_config.d/cluster.conf"  # of host1 alone
+        run_command(hosts.on("host1", "sh", "-c", f'echo "$0" >> {of_ssh}', variables), timeout=20)
     found = examine(hosts.on("host1", *DOCTOR, "-H", "host1,host2"), expect=0)
     assert [(one.split(":")[0], "s or more" in one) for one in found["connection", "slow"]] == [
         ("host1", True),
         ("host2", True),
     ]
     assert any("host1 to host1,host2: 2 ranks" in one for one in found["job without MPI", "fine"])
+    clock = found["clock", "fine" if library is None else "slow"][0]
+    assert clock.startswith(("host2: +0.0", "host2: -0.0") if library is None else ("host2: -5.0", "host2: -4.9")), (
+        clock
+    )
 
 
 def test_blocked_ports_and_a_wrong_interface(hosts: Cluster) -> None:

@@ -10,15 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from collectives.base.config import in_units
 from collectives.launch.doctor.findings import FINE, SLOW, WRONG, Finding
 from collectives.tensors.arena import never_overcommits
 from collectives.tensors.arena_piece import HUGE_PAGE, Piece, huge_pages_must_be_asked_for, text_of
 
 _SHARED = "/dev/shm"
 _LEAST_SHARED = 1 << 30
-_LEAST_FILES = 1024
-_LEAST_PROCESSES = 1024
-_LEAST_LOCKED = 64 << 20
 _YAMA = "/proc/sys/kernel/yama/ptrace_scope"
 _NEEDS_SHARED = "torch's DataLoader workers, multiprocessing, NCCL and MPI's own shared memory"
 
@@ -53,7 +51,7 @@ def shared_folder(path: str) -> Finding:
     except OSError as error:
         return Finding("/dev/shm", WRONG, f"{error.strerror or error}", f"{_NEEDS_SHARED} fail", cure)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    found = f"{_in_units(size)}, {_in_units(free)} free"
+    found = f"{in_units(size)}, {in_units(free)} free"
     if free < _LEAST_SHARED:
         return Finding("/dev/shm", SLOW, found, f"{_NEEDS_SHARED} fail once it is full", cure)
     return Finding("/dev/shm", FINE, found)
@@ -100,19 +98,20 @@ def why_refused(yama: str, status: str) -> tuple[str, str]:
 def limits() -> Iterator[Finding]:
     """Check limits of files, processes and locked memory."""
     rows = [
-        ("open files", "-n", resource.RLIMIT_NOFILE, _LEAST_FILES, "a rank keeps a connection to each on other hosts"),
-        ("processes", "-u", resource.RLIMIT_NPROC, _LEAST_PROCESSES, "frameworks' threads cannot be started"),
+        ("open files", "-n", resource.RLIMIT_NOFILE, 1024, "a rank keeps a connection to each on other hosts"),
+        ("processes", "-u", resource.RLIMIT_NPROC, 1024, "frameworks' threads cannot be started"),
     ]
     if Path("/sys/class/infiniband").exists():
-        rows.append(("locked memory", "-l", resource.RLIMIT_MEMLOCK, _LEAST_LOCKED, "InfiniBand fails or is slow"))
+        rows.append(("locked memory", "-l", resource.RLIMIT_MEMLOCK, 64 << 20, "InfiniBand fails or is slow"))
     held = []
     for name, flag, number, least, cost in rows:
         soft = resource.getrlimit(number)[0]
-        if soft != resource.RLIM_INFINITY and soft < least:
-            cure = f"ulimit {flag} {least >> 10 if flag == '-l' else least}, or /etc/security/limits.conf"
-            yield Finding("limits", SLOW, f"{soft} {name}", cost, cure)
-        else:
-            held.append(f"{name} {'unlimited' if soft == resource.RLIM_INFINITY else soft}")
+        text = f"{'unlimited' if soft == resource.RLIM_INFINITY else soft}"
+        if text == "unlimited" or soft >= least:
+            held.append(f"{name} {text}")
+            continue
+        cure = f"ulimit {flag} {least >> 10 if flag == '-l' else least}, or /etc/security/limits.conf"
+        yield Finding("limits", SLOW, f"{soft} {name}", cost, cure)
     if held:
         yield Finding("limits", FINE, ", ".join(held))
 
@@ -146,7 +145,3 @@ def quota(groups: str, root: str) -> float:
             if words[0].isdigit() and words[1].isdigit():
                 least = min(least, int(words[0]) / int(words[1]))
     return least
-
-
-def _in_units(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes >> 20} MiB"

@@ -17,14 +17,12 @@ from collectives.launch.doctor.findings import FINE, WRONG, Finding
 
 _RANK = [sys.executable, "-m", "collectives.launch.doctor.rank"]
 _WITHIN = 20.0
-_END_WITHIN = 5.0
 
 
 def by_collectivesrun(launcher: str, *words: str) -> tuple[Finding, dict[str, Any]]:
     """Start a job by ``collectivesrun --launcher ...``; returns what is to be said of it, and its world (`rank.py`)."""
-    return _run(
-        "job by mpirun" if launcher == "mpi" else "job without MPI", ["collectivesrun", "--launcher", launcher, *words]
-    )
+    check = "job by mpirun" if launcher == "mpi" else "job without MPI"
+    return _run(check, ["collectivesrun", "--launcher", launcher, *words])
 
 
 def by_srun() -> list[Finding]:
@@ -35,30 +33,26 @@ def by_srun() -> list[Finding]:
 
 
 def _run(check: str, launcher: Sequence[str]) -> tuple[Finding, dict[str, Any]]:
-    began = time.monotonic()
+    began, said = time.monotonic(), ""
     own = [sys.executable, "-m", "collectives.launch", "--no-tag", *launcher[1:]]  # its command need not be on PATH
-    said = _output([*(own if launcher[0] == "collectivesrun" else launcher), *_RANK])
+    command = [*(own if launcher[0] == "collectivesrun" else launcher), *_RANK]
+    try:
+        said = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_WITHIN,
+            check=False,
+        ).stdout.strip()
+    except subprocess.TimeoutExpired:
+        said = f"it was ended after {_WITHIN:g} s"
     for line in said.splitlines():
         with suppress(ValueError, TypeError):
             world = json.loads(line)
             by = f"connected by {world['network'].upper()}"
             return Finding(check, FINE, f"{world['size']} ranks in {time.monotonic() - began:.1f} s, {by}"), world
-    last = next((line for line in reversed(said.splitlines()) if line.strip()), "it ended without a word")
     again = shlex.join([*launcher, "python", *_RANK[1:]])
+    last = said.rpartition("\n")[2] or "it ended without a word"
     return Finding(check, WRONG, last, "no job starts in this way", f"read all that is said: {again}"), {}
-
-
-def _output(command: Sequence[str]) -> str:
-    """Return what a command prints, which is ended when its time is over."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        return process.communicate(timeout=_WITHIN)[0]
-    except subprocess.TimeoutExpired:
-        process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=_END_WITHIN)
-    process.kill()
-    process.wait()
-    return f"it was ended after {_WITHIN:g} s"

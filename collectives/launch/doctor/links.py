@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import socketserver
 import statistics
 import struct
 import sys
@@ -23,7 +24,6 @@ _BLOCK = bytes(1 << 20)
 _CONNECT_WITHIN, _TRANSFER_WITHIN = 3.0, 8.0
 _GET_FLAGS, _RUNS = 0x8913, 0x41
 """SIOCGIFFLAGS; IFF_UP and IFF_RUNNING."""
-_COUNT = struct.Struct("<q")
 Offers = Sequence[Mapping[str, Sequence[str]]]
 
 
@@ -63,37 +63,37 @@ def _is_up(name: str) -> bool:
     return int.from_bytes(flags, sys.byteorder) & _RUNS == _RUNS
 
 
-class Listener:
+class Listener(socketserver.ThreadingTCPServer):
     """Answers the pings of other probes and counts what they send, until the process ends.
 
     Args:
         token: connections that do not begin with it are closed.
     """
 
+    daemon_threads, request_queue_size = True, 64
+
     def __init__(self, address: str, token: str) -> None:
-        self._token = token.encode()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=64)
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.token = token
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, 0), _Answers)
+        self.port: int = self.server_address[1]
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def _accept(self) -> None:
-        while True:
-            connection = self._socket.accept()[0]
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            connection.settimeout(_TRANSFER_WITHIN)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if _receive(connection, len(self._token)) != self._token:
+class _Answers(socketserver.StreamRequestHandler):
+    server: Listener
+    timeout, disable_nagle_algorithm = _TRANSFER_WITHIN, True
+
+    def handle(self) -> None:
+        with suppress(OSError):
+            if self.rfile.readline(100) != f"{self.server.token}\n".encode():
                 return
             for _ in range(_PINGS):
-                connection.sendall(_receive(connection, 1))
-            count, buffer = 0, bytearray(len(_BLOCK))
-            while nbytes := connection.recv_into(buffer):
-                count += nbytes
-            connection.sendall(_COUNT.pack(count))
+                self.wfile.write(self.rfile.read(1))
+            count = 0
+            while block := self.rfile.read1(len(_BLOCK)):
+                count += len(block)
+            self.wfile.write(b"%d\n" % count)
 
 
 def dial(address: str, port: int, token: str, send_for: float) -> dict[str, Any]:
@@ -110,29 +110,20 @@ def dial(address: str, port: int, token: str, send_for: float) -> dict[str, Any]
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, len(_BLOCK))  # little is left to send at the end
             connection.settimeout(_TRANSFER_WITHIN)
-            connection.sendall(token.encode())
+            answers = connection.makefile("rb")
+            connection.sendall(f"{token}\n".encode())
             times = []
             for _ in range(_PINGS):
                 began = time.perf_counter()
                 connection.sendall(b"p")
-                _receive(connection, 1)
+                if not answers.read(1):
+                    raise ConnectionError("the connection was closed")
                 times.append(time.perf_counter() - began)
             began = time.perf_counter()
             while time.perf_counter() < began + send_for:
                 connection.sendall(_BLOCK)
             connection.shutdown(socket.SHUT_WR)
-            count = _COUNT.unpack(_receive(connection, _COUNT.size))[0]
-            seconds = time.perf_counter() - began
-            return {"latency": statistics.median(times) / 2, "bandwidth": count / seconds}
+            count = int(answers.readline() or 0)
+            return {"latency": statistics.median(times) / 2, "bandwidth": count / (time.perf_counter() - began)}
     except OSError as error:
         return {"error": error.strerror or os.strerror(error.errno) if error.errno else str(error)}
-
-
-def _receive(connection: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        part = connection.recv(nbytes - len(data))
-        if not part:
-            raise ConnectionError("the connection was closed")
-        data += part
-    return data

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from collectives import __version__
@@ -51,26 +52,19 @@ def mpis() -> tuple[list[Finding], bool]:
         findings = [Finding("MPI", WRONG, found, f"can several ranks be started? {ways}", cure)]
     if chosen is None:
         return findings, False
-    for path in _on_path():
-        if not os.path.samefile(path, chosen.path):
-            cost = f"collectivesrun takes {chosen.path}: what the other one starts may not find mpi4py's MPI"
-            cure = f"remove {os.path.dirname(path)} from PATH"
-            findings.append(Finding("two MPIs", SLOW, f"on PATH there is {_named(path)} as well", cost, cure))
+    programs = {os.path.realpath(chosen.path)}
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        path = shutil.which("mpirun", path=folder)
+        if path is None or os.path.realpath(path) in programs:
+            continue
+        programs.add(os.path.realpath(path))
+        name = f"an unknown one ({path})"
+        with suppress(InvalidArgumentError):
+            name = str(mpirun.identify(path))
+        cost = f"collectivesrun takes {chosen.path}: what the other one starts may not find mpi4py's MPI"
+        cure = f"remove {folder} from PATH"
+        findings.append(Finding("two MPIs", SLOW, f"on PATH there is {name} as well", cost, cure))
     return findings, ways == "yes, by MPI"
-
-
-def _named(path: str) -> str:
-    try:
-        return str(mpirun.identify(path))
-    except InvalidArgumentError:
-        return f"an unknown one ({path})"
-
-
-def _on_path() -> list[str]:
-    """Every ``mpirun`` on PATH, each program once."""
-    folders = os.environ.get("PATH", "").split(os.pathsep)
-    paths = [path for folder in folders if (path := shutil.which("mpirun", path=folder))]
-    return list({os.path.realpath(path): path for path in reversed(paths)}.values())[::-1]
 
 
 def gpus() -> Iterator[Finding]:

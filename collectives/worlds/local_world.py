@@ -33,8 +33,8 @@ from collectives.base.errors import (
     in_words,
 )
 from collectives.transport.threads import thread_groups
+from collectives.worlds.default_world import DefaultWorld, default, global_process_set
 from collectives.worlds.process_sets import ProcessSet
-from collectives.worlds.runtime import DefaultWorld, default, global_process_set
 from collectives.worlds.world import World
 
 Returned = TypeVar("Returned")

@@ -14,7 +14,7 @@ from collectives.worlds.elastic_jobs import Job
 from collectives.worlds.world import World
 
 if TYPE_CHECKING:
-    from collectives.worlds.runtime import DefaultWorld
+    from collectives.worlds.default_world import DefaultWorld
 
 Sets = Sequence[tuple[int, Sequence[int]]]
 """Process sets, by number and members."""

@@ -20,6 +20,7 @@ from collectives.base.errors import (
     RankFailedError,
 )
 from collectives.worlds import local_world, runtime
+from collectives.worlds.default_world import DefaultWorld
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.world import World
 from tests.support.launching.training import train_alone, train_as_rank
@@ -28,7 +29,7 @@ from tests.support.launching.training import train_alone, train_as_rank
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert type(runtime.default) is runtime.DefaultWorld
+    assert type(runtime.default) is DefaultWorld
     assert type(collectives.global_process_set) is ProcessSet
     assert not local_world._ranks
     assert not collectives.is_initialized()

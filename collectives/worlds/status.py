@@ -106,16 +106,16 @@ def _tell(
     changed, before, joined = time.monotonic(), None, False
     counts: deque[tuple[float, int]] = deque(maxlen=_KEPT)
     while True:
-        world, generation = present()
         if "job" in about:
-            if joined and (world, generation) == (None, None):
-                atexit.unregister(_remove)
-                return _remove(Path(path), os.getpid())
             about["job"] = rendezvous or _job()
-        joined = joined or world is not None
         where, call = place_of(sys._current_frames().get(threading.main_thread().ident or 0))
         line = {**about, "at": where[-_MOST_TEXT:], "call": call}
         with suppress(Exception):  # what another thread is about to change or to end; the next line has it
+            world, generation = present()
+            if "job" in about and joined and (world, generation) == (None, None):
+                atexit.unregister(_remove)
+                return _remove(Path(path), os.getpid())
+            joined = joined or world is not None
             line |= _of_world(world, generation)
         now = time.monotonic()
         if before != (before := (where, line.get("operations"), line["rank"])):

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import pytest
 
-from collectives.base.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError, NotInitializedError
 from collectives.engine.context import Statistics
 from collectives.engine.stall import Wait
 from collectives.launch import rank as before_rank
@@ -142,13 +142,16 @@ def test_ranks_that_another_launcher_has_started_are_found_by_their_files(
     world: Any = SimpleNamespace(rank=2, waits=lambda: [waiting])
 
     def present() -> Any:
+        if world.before is None:
+            world.before = 0
+            raise NotInitializedError("this thread is none of the ranks of a local world")
         world.work_done = 9, next(steps, 120)
         if world.before == 120:
             written.set()
         world.before = world.work_done[1]
         return None if left.is_set() else world, None
 
-    world.before = 0
+    world.before = None
     monkeypatch.setattr(status, "_EVERY", 0.05)
     thread = status.start("", present, Asked("tcp://node1:29400", None, 2, 4))
     assert thread is not None and written.wait(20)

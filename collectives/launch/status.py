@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from collectives.worlds.status import OF_RANKS, own_folder
+from collectives.base.user_folder import OF_RANKS, user_folder
 
 WAITS_FROM = 0.5
 """Seconds from which a rank counts as waiting: shorter waits are part of every step."""
@@ -72,7 +72,7 @@ def by_others() -> dict[int, dict[str, Any]]:
     """Return snapshots of this user's jobs on this host that another launcher has started, each by the least number of
     its processes here. The files of processes that were killed are removed."""
     jobs: dict[str, list[Line]] = {}
-    for path in own_folder().glob(f"{OF_RANKS}*"):
+    for path in user_folder().glob(f"{OF_RANKS}*"):
         try:
             os.kill(int(path.name.removeprefix(OF_RANKS)), 0)
             line = json.loads(path.read_bytes().partition(b"\n")[0])

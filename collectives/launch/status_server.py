@@ -23,8 +23,8 @@ from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.logging import logger
+from collectives.base.user_folder import user_folder
 from collectives.launch.status import by_others
-from collectives.worlds.status import own_folder
 
 _PATIENCE = 5.0
 """Seconds within which a client must have asked, and read the answer."""
@@ -45,7 +45,7 @@ def serve(snapshot: Snapshot, port: int | None = None) -> Iterator[str]:
     address = ""
     with contextlib.ExitStack() as stack:
         try:
-            path = own_folder() / str(os.getpid())
+            path = user_folder() / str(os.getpid())
             path.unlink(missing_ok=True)
             local = _LocalServer(str(path), snapshot)
             stack.callback(path.unlink, missing_ok=True)
@@ -68,7 +68,7 @@ def ask(pid: int) -> dict[str, Any]:
     """Return what the launcher with this number shows. OSError: there is none."""
     with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(ValueError):
         connection.settimeout(_PATIENCE)
-        connection.connect(str(own_folder() / str(pid)))
+        connection.connect(str(user_folder() / str(pid)))
         with connection.makefile("rb") as answer:
             return dict(json.loads(answer.read()))
     raise ConnectionResetError("the job is ending")
@@ -78,7 +78,7 @@ def jobs() -> dict[int, dict[str, Any]]:
     """Return snapshots of this user's jobs on this host, by the number of the launcher, or of a rank where that is not
     ``collectivesrun``; forgets launchers that were killed."""
     answers = by_others()
-    for path in own_folder().iterdir():
+    for path in user_folder().iterdir():
         try:
             answers[int(path.name)] = ask(int(path.name))
         except ConnectionRefusedError:

@@ -12,7 +12,6 @@ import atexit
 import json
 import os
 import socket
-import stat
 import sys
 import sysconfig
 import threading
@@ -25,16 +24,13 @@ from types import FrameType
 from typing import Any
 
 from collectives.base import launchers
+from collectives.base.user_folder import OF_RANKS, user_folder
 from collectives.engine.handles import PACKAGE
 from collectives.transport.stores.rendezvous import NOTHING, Asked
 from collectives.worlds.world import World
 
 VARIABLE = "COLLECTIVES_STATUS"
 """The variable by which ``collectivesrun`` names where the lines go; 0: nowhere."""
-FOLDER = Path(f"/tmp/collectives-{os.getuid()}")
-"""What this user's jobs on this host tell `collectives status` is here."""
-OF_RANKS = "rank-"
-"""The names of ranks' files begin so, and end with the process's number."""
 _EVERY = 0.5
 """Seconds between two lines."""
 _KEPT = 20
@@ -52,15 +48,6 @@ _MEET = (
 """Variables that are alike in the ranks of one job."""
 
 
-def own_folder() -> Path:
-    """Return `FOLDER`, made where it is missing. PermissionError: it is not the user's alone."""
-    FOLDER.mkdir(mode=0o700, exist_ok=True)
-    status = FOLDER.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise PermissionError(f"{FOLDER} is not a folder of this user alone")
-    return FOLDER
-
-
 def start(
     path: str, present: Callable[[], tuple[World | None, int | None]], asked: Asked = NOTHING
 ) -> threading.Thread | None:
@@ -75,7 +62,7 @@ def start(
     about: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time(), "rank": None}
     if not path:
         try:
-            file = own_folder() / f"{OF_RANKS}{os.getpid()}"
+            file = user_folder() / f"{OF_RANKS}{os.getpid()}"
             file.write_bytes(b"")
         except OSError:
             return None

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import pytest
 
+from collectives.base import user_folder
 from collectives.base.errors import InvalidArgumentError, NotInitializedError
 from collectives.engine.context import Statistics
 from collectives.engine.stall import Wait
@@ -129,7 +130,7 @@ def test_the_thread_writes_lines_and_ends_with_the_pipe(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(status, "FOLDER", tmp_path / "jobs")
+    monkeypatch.setattr(user_folder, "FOLDER", tmp_path / "jobs")
     return tmp_path / "jobs"
 
 

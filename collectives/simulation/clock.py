@@ -3,7 +3,8 @@
 The model knows messages and links, not collectives; the time of an all-reduce is a result:
 
 * Segments and rounds overlap as in the executor: round k of segment s belongs to group s * stride + k. A rank begins
-  group t + 1 when all its messages of group t are sent and received, and received blocks are reduced.
+  group t + 1 when all its messages of group t are sent and received, and received blocks are reduced; each message
+  that it sends also costs it `Network.message`.
 * A message leaves when both of its ends have reached its group, takes the latency, and then flows at a rate that
   depends on the messages it shares links with (`links`).
 
@@ -15,7 +16,7 @@ Source of the model: latency and bandwidth as in R. Hockney, Parallel Computing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +28,20 @@ from collectives.simulation.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
+class Fault:
+    """A link that changes: from ``at`` seconds on, ``link`` has ``bandwidth`` bytes per second; 0: it is lost."""
+
+    at: float
+    link: str
+    bandwidth: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The result of a simulation.
 
     Attributes:
-        times: seconds until each rank is done.
+        times: seconds until each rank is done; infinity for ranks that wait for a lost link.
         total: seconds until all ranks are done.
         busbw: bytes per second by nccl-tests' definition, comparable between sizes and with a link's bandwidth.
         links: bytes that crossed each used link, by name ("rank 3 out", "rank 3 local in", "host 0 out").
@@ -52,6 +62,8 @@ def simulate(
     segment: int | None = None,
     *,
     stride: int = 1,
+    late: Mapping[int, float] | None = None,
+    faults: Sequence[Fault] = (),
 ) -> Report:
     """Execute the schedules of all ranks, in the order of the ranks.
 
@@ -61,6 +73,8 @@ def simulate(
         network: what connects the ranks.
         segment: bytes of a chunk that one pipeline unit moves; None: the whole chunk at once.
         stride: groups between the starts of two segments; from the number of rounds on, segments do not overlap.
+        late: by rank, the seconds after which it begins.
+        faults: links that change meanwhile.
 
     Raises:
         InvalidArgumentError: the arguments do not fit together, or a send and its receive do not meet; names what
@@ -74,7 +88,10 @@ def simulate(
         raise InvalidArgumentError(f"sizes: expected the bytes of each chunk, found {min(sizes)}")
     traffic = Traffic(schedules, sizes, segment, stride)
     links = Topology(network, traffic.size)
-    done, crossed, messages = _play(traffic, links, network.reduction)
+    begins = np.zeros(traffic.size)
+    begins[list(late or {})] = list((late or {}).values())
+    changes = sorted((fault.at, links.number(fault.link), fault.bandwidth) for fault in faults)
+    done, crossed, messages = _play(traffic, links, network, begins, changes)
     total = float(done.max())
     return Report(done, total, _busbw(traffic, sum(sizes), total), links.named(crossed), messages)
 
@@ -96,6 +113,7 @@ class _Messages:
         self.reduced = reduced
         self.counts = np.bincount(self.ends.ravel(), minlength=len(reduced))
         """Messages that each rank sends or receives."""
+        self.sent = np.bincount(sender, minlength=len(reduced))
         self.reached = np.zeros(len(reduced), np.bool_)
         self.remaining = len(reduced)
         """Ranks that have not finished the step group."""
@@ -108,13 +126,21 @@ class _Messages:
         return self.ends[:, leaving], self.nbytes[leaving]
 
 
-def _play(traffic: Traffic, links: Topology, reduction: float) -> tuple[Floats, Floats, int]:
-    """Play the groups of all ranks: when each is done, the bytes that crossed each link, the number of messages."""
+def _play(
+    traffic: Traffic, links: Topology, network: Network, begins: Floats, changes: list[tuple[float, int, float]]
+) -> tuple[Floats, Floats, int]:
+    """Play the groups of all ranks: when each is done, the bytes that crossed each link, the number of messages.
+
+    Args:
+        begins: when each rank begins its next step group; infinity once it has.
+        changes: moments, links and their new bandwidths, in order.
+    """
     size = traffic.size
-    done, crossed, messages = np.zeros(size), np.zeros(len(links.capacity)), 0
+    if not traffic.groups:
+        return begins, np.zeros(len(links.capacity)), 0
+    done, crossed, messages = np.full(size, np.inf), np.zeros(len(links.capacity)), 0
     flows = Flows(links.capacity)
     at = np.zeros(size, np.int64)  # the step group that each rank is in, or begins next
-    begins = np.full(size, 0.0 if traffic.groups else np.inf)  # when the rank begins it; infinity once it has
     waits = np.zeros(size, np.int64)  # messages of it that the rank still waits for
     groups: dict[int, _Messages] = {}
     now = 0.0
@@ -133,16 +159,22 @@ def _play(traffic: Traffic, links: Topology, reduction: float) -> tuple[Floats, 
             flows.add(ends, paths, nbytes, now + latency)
         if not len(ready):
             moment = min(float(begins.min()), flows.next_event(now))
-            if moment == np.inf:
+            if changes and changes[0][0] <= moment:
+                moment, link, bandwidth = changes.pop(0)
+                ends = flows.advance(now, moment)
+                flows.change(link, bandwidth)
+            elif moment < np.inf:
+                ends = flows.advance(now, moment)
+            else:
                 return done, crossed, messages
-            ends = flows.advance(now, moment)
             now = moment
             ready = np.unique(ends)
             waits -= np.bincount(ends.ravel(), minlength=size)
         through = ready[waits[ready] == 0]
         for number in np.unique(at[through]).tolist():
             members = through[at[through] == number]
-            then = now + groups[number].reduced[members] / reduction
+            group = groups[number]
+            then = now + group.reduced[members] / network.reduction + group.sent[members] * network.message
             last = number == traffic.groups - 1
             (done if last else begins)[members] = then
             groups[number].remaining -= len(members)

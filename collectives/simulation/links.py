@@ -1,16 +1,17 @@
 """Links of a simulated network: the path of each message, and max-min fair rates of messages that share links.
 
 Every rank has a link out and a link in, full duplex. With hosts, ranks of one host exchange over faster local links,
-and messages between hosts also pass the uplinks of their hosts. Each message gets an equal share of its tightest link,
-and what others leave of a link is divided again.
+and messages between hosts also pass the uplinks of their hosts, and those of their leaf switches if these differ. Each
+message gets an equal share of its tightest link, and what others leave of a link is divided again.
 
 Source: max-min fairness by progressive filling, D. Bertsekas and R. Gallager, "Data Networks" (1992).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -35,6 +36,10 @@ class Network:
         local_latency, local_bandwidth: between ranks of one host; default to those of the network.
         uplink: bandwidth of each host's uplink.
         reduction: bytes that a rank combines per second.
+        leaf: hosts of each leaf switch; 0: one switch connects all.
+        leaf_uplink: bandwidth from each leaf switch to the switches above.
+        message: seconds that a rank spends on each message that it sends.
+        lowered: by a link's name ("rank 3 out", "host 0 in"), the share of its bandwidth that is left, above 0.
     """
 
     latency: float
@@ -44,6 +49,10 @@ class Network:
     local_bandwidth: float | None = None
     uplink: float = _UNLIMITED
     reduction: float = _UNLIMITED
+    leaf: int = 0
+    leaf_uplink: float = _UNLIMITED
+    message: float = 0.0
+    lowered: Mapping[str, float] = field(default_factory=dict)
 
 
 class Topology:
@@ -56,46 +65,89 @@ class Topology:
                 f"network.hosts={hosts!r}: expected each of the ranks 0 to {size - 1} on one host"
             )
         self._size, self._hosts = size, len(hosts)
-        self._host_of = np.empty(size, np.int64)
+        self.host_of = np.empty(size, np.int64)
         for number, ranks in enumerate(hosts):
-            self._host_of[list(ranks)] = number
+            self.host_of[list(ranks)] = number
+        self.leaf_of = np.arange(len(hosts)) // (network.leaf or len(hosts) or 1)
+        self._leaves = int(self.leaf_of[-1]) + 1 if len(hosts) else 0
         local = network.bandwidth if network.local_bandwidth is None else network.local_bandwidth
         latencies = [network.latency, network.latency if network.local_latency is None else network.local_latency]
         self._latency = np.array(latencies)
         limits = [network.bandwidth] * 2 + [local] * 2
         self.capacity = np.concatenate(
-            [[_UNLIMITED], np.repeat(limits, size), np.repeat([network.uplink] * 2, len(hosts))]
+            [
+                [_UNLIMITED],
+                np.repeat(limits, size),
+                np.repeat([network.uplink] * 2, len(hosts)),
+                np.repeat([network.leaf_uplink] * 2, self._leaves),
+            ]
         ).astype(float)
+        for name, share in network.lowered.items():
+            self.capacity[self.number(name)] *= share
         if not (self.capacity > 0).all() or not network.reduction > 0 or not (self._latency >= 0).all():
             raise InvalidArgumentError(
                 f"{network!r}: expected bandwidths and reduction above 0, and latencies from 0 on"
             )
 
+    def number(self, name: str) -> int:
+        """The number of a link by its name; InvalidArgumentError if there is none."""
+        first = 1
+        for kind, directions, count in self._kinds():
+            for direction in directions:
+                match = re.fullmatch(rf"{kind} (\d+) {direction}", name)
+                if match and int(match[1]) < count:
+                    return first + int(match[1])
+                first += count
+        raise InvalidArgumentError(
+            f"link {name!r}: expected 'rank N out', 'rank N in', 'rank N local out', 'rank N local in', 'host N out', "
+            f"'host N in', 'leaf N out' or 'leaf N in', of {self._size} ranks on {self._hosts} hosts"
+        )
+
+    def name(self, number: int) -> str:
+        """A link's name by its number, from 1 on."""
+        number -= 1
+        for kind, directions, count in self._kinds():
+            if number < count * len(directions):
+                return f"{kind} {number % count} {directions[number // count]}"
+            number -= count * len(directions)
+        raise IndexError(number)
+
+    def latency(self, *, local: bool) -> float:
+        """Seconds of a message within a host, or between hosts."""
+        return float(self._latency[int(local)])
+
+    def _kinds(self) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+        """What has links, in the order of their numbers: its kind, the directions, and how many there are."""
+        both = ("out", "in")
+        return (
+            ("rank", (*both, "local out", "local in"), self._size),
+            ("host", both, self._hosts),
+            ("leaf", both, self._leaves),
+        )
+
     def paths(self, ends: Ints) -> tuple[Ints, Floats]:
-        """The links that each message passes, an array (4, messages), and its latency; ``ends``: senders, receivers."""
+        """The links that each message passes, an array (6, messages), and its latency; ``ends``: senders, receivers."""
         sender, receiver = ends
-        n, home, away = self._size, self._host_of[sender], self._host_of[receiver]
+        n, home, away = self._size, self.host_of[sender], self.host_of[receiver]
         local = home == away
+        below, above = self.leaf_of[home], self.leaf_of[away]
         uplinks = 1 + 4 * n
+        leaves = uplinks + 2 * self._hosts
         path = np.stack(
             [
                 np.where(local, 2 * n, 0) + 1 + sender,
                 np.where(local, 2 * n, 0) + 1 + n + receiver,
                 np.where(local, 0, uplinks + home),
                 np.where(local, 0, uplinks + self._hosts + away),
+                np.where(below == above, 0, leaves + below),
+                np.where(below == above, 0, leaves + self._leaves + above),
             ]
         )
         return path, self._latency[local.astype(np.int64)]
 
     def named(self, crossed: Floats) -> dict[str, int]:
         """The bytes that crossed each link by the link's name, without unused links."""
-        names = [
-            f"rank {rank} {direction}"
-            for direction in ("out", "in", "local out", "local in")
-            for rank in range(self._size)
-        ]
-        names += [f"host {host} {direction}" for direction in ("out", "in") for host in range(self._hosts)]
-        return {name: int(nbytes) for name, nbytes in zip(names, crossed[1:], strict=True) if nbytes}
+        return {self.name(number): int(crossed[number]) for number in (np.flatnonzero(crossed[1:]) + 1).tolist()}
 
 
 def _fair_rates(path: Ints, capacity: Floats) -> Floats:
@@ -125,7 +177,7 @@ class Flows:
     def __init__(self, capacity: Floats) -> None:
         self._capacity = capacity
         self._ends: Ints = np.empty((2, 0), np.int64)
-        self._paths: Ints = np.empty((4, 0), np.int64)
+        self._paths: Ints = np.empty((6, 0), np.int64)
         self._left: Floats = np.empty(0)
         self._begins: Floats = np.empty(0)
         """When each message begins to flow; minus infinity once it does."""
@@ -150,8 +202,14 @@ class Flows:
         return float(self._times(now).min(initial=np.inf))
 
     def _times(self, now: float) -> Floats:
-        delivered = now + np.divide(self._left, self._rates, out=np.zeros(len(self._left)), where=self._rates > 0)
+        left = np.full(len(self._left), np.inf)  # of messages whose link is lost
+        delivered = now + np.divide(self._left, self._rates, out=left, where=self._rates > 0)
         return np.where(self._begins == -np.inf, delivered, self._begins)
+
+    def change(self, link: int, bandwidth: float) -> None:
+        """Change a link's bandwidth for what is still to flow; 0: it is lost."""
+        self._capacity[link] = bandwidth
+        self._stale = True
 
     def advance(self, now: float, moment: float) -> Ints:
         """Advance to ``moment``, at most the next event. Returns the ends of the messages delivered then."""

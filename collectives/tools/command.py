@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": ("collectives.tools.demo", "a bandwidth table and a data-parallel training on this machine"),
     "plan": ("collectives.tools.plan", "what would be chosen for N ranks: algorithms, transports, block sizes"),
     "doctor": ("collectives.launch.doctor", "what is wrong or slow on hosts, and what to do: collectivesrun --doctor"),
+    "simulate": ("collectives.tools.simulate", "predict collectives and training steps on a cluster one does not have"),
     "report": ("collectives.launch.timeline_report", "a timeline as an HTML page or as text"),
     "status": ("collectives.tools.status", "what the ranks of a running job do, and who waits for whom"),
 }
@@ -41,7 +42,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     if name in ("-v", "--version"):
         print(f"collectives {__version__}")
         return 0
-    rows = "\n".join(f"  {command:8}{line}" for command, (_, line) in COMMANDS.items())
+    rows = "\n".join(f"  {command:10}{line}" for command, (_, line) in COMMANDS.items())
     usage = f"usage: collectives COMMAND [arguments]\n\n{rows}\n\ncollectives COMMAND --help shows its arguments"
     if name in ("-h", "--help"):
         print(usage)

@@ -14,9 +14,10 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.schedules import direct, hierarchical, tree
 from collectives.schedules.partition import split
 from collectives.schedules.schedule import Round, Schedule, receive, reduce, send
-from collectives.simulation.__main__ import main, predict
 from collectives.simulation.clock import Report, simulate
 from collectives.simulation.links import Network
+from collectives.simulation.prediction import exact
+from collectives.tools.simulate import main
 
 LATENCY, BANDWIDTH = 5e-6, 12.5e9
 NETWORK = Network(LATENCY, BANDWIDTH)
@@ -214,27 +215,28 @@ def test_what_does_not_fit_is_refused(arguments: tuple[Any, ...], message: str) 
 
 
 def test_the_command_predicts_every_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-np", "16", "--bytes", "16M", "--local-size", "4", "--local-bandwidth", "200e9"]) == 0
+    assert main(["collective", "-np", "16", "--bytes", "16M", "--local-size", "4", "--local-bandwidth", "200e9"]) == 0
     heading, *rows = capsys.readouterr().out.splitlines()
-    assert heading.split() == ["algorithm", "ms", "bus", "GB/s", "messages"]
-    times = {row.split()[0]: float(row.split()[1]) for row in rows}
+    assert heading.split() == ["algorithm", "ms", "bus", "GB/s"]
+    times = {row.split()[0]: float(row.split()[1]) for row in rows[:-2]}
     assert {"ring", "direct", "hierarchical", "recursive-doubling"} <= set(times)
     assert list(times.values()) == sorted(times.values()) and next(iter(times)) == "hierarchical"
+    assert rows[-2].startswith("the planner chooses hierarchical: several hosts")
 
 
 @pytest.mark.parametrize("collective", ["allreduce", "reducescatter", "allgather", "alltoall"])
 def test_a_prediction_has_the_cost_of_the_schedule(collective: str) -> None:
     """An all-to-all's bytes are those of one rank, of which each peer gets a part."""
-    reports = predict(collective, 1 << 20, Network(LATENCY, BANDWIDTH, equal_hosts(4, 1)))
+    report = exact(collective, "direct", 1 << 20, Network(LATENCY, BANDWIDTH, equal_hosts(4, 1)))
     rounds = 2 if collective == "allreduce" else 1
     share = (1 << 18) / BANDWIDTH
-    assert reports["direct"].total == pytest.approx(rounds * (LATENCY + 3 * share), rel=1e-3)
+    assert report.total == pytest.approx(rounds * (LATENCY + 3 * share), rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["-np", "0"], ["-np", "2", "--bandwidth", "0"], ["-np", "2", "--local-size", "0"]]
+    "arguments", [["-np", "-1"], ["-np", "2", "--bandwidth", "0"], ["-np", "2", "--local-size", "0"]]
 )
 def test_the_command_refuses_what_makes_no_network(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main([*arguments, "--bytes", "8"])
+        main(["collective", *arguments, "--bytes", "8"])
     assert "expected" in capsys.readouterr().err

@@ -25,6 +25,8 @@ _NET_OVERHEAD = {"LL": 1.0, "LL128": 1.0, "Simple": 3.0}
 _PLATEAU = 1.4
 """Latency of a ring over several hosts, protocol Simple, from 64 bytes per rank and channel on."""
 _NVLS_EFFICIENCY, _NVLS_STEP, _TREE_STEP = 0.85, 25.0, 20.9
+_NETWORK = 14e-6
+"""Seconds between hosts that the constants above are for; a cluster's latency scales them."""
 _TREE_SHARE = 45.5 / 48.0
 """Bandwidth of a channel of the NVLS tree on more than two hosts of Hopper, and that of the NIC it has."""
 
@@ -53,7 +55,7 @@ def _ring(collective: str, nbytes: int, cluster: Cluster, protocol: str) -> floa
     across = passes * (hosts - 1) if hosts > 1 else 0
     if hosts > 1:
         step = max(step, _NET_OVERHEAD[protocol])
-    latency = call + (passes * (size - 1) - across) * step + across * net
+    latency = call + (passes * (size - 1) - across) * step + across * net * cluster.latency / _NETWORK
     if hosts > 1 and protocol == "Simple":
         latency *= _PLATEAU
     moved = nbytes if collective == "broadcast" else passes * (size - 1) / size * nbytes
@@ -70,5 +72,5 @@ def _nvls(nbytes: int, cluster: Cluster) -> tuple[float, str]:
         return _NVLS_STEP * _US + within, "NVLS"
     size = cluster.ranks
     across = 2 * (size - 1) / size * nbytes / (cluster.way_out * _TREE_SHARE * (2 if hosts == 2 else 1))
-    latency = _NVLS_STEP + 2 * floor(log2(hosts)) * _TREE_STEP
+    latency = _NVLS_STEP + 2 * floor(log2(hosts)) * _TREE_STEP * cluster.latency / _NETWORK
     return latency * _US + max(within, across), "NVLS tree"

@@ -10,7 +10,8 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; margin: 1rem 0 } td, th { padding: .2rem .8rem; border-bottom: 1px solid #ddd }
 th { text-align: left; font-weight: 600 } td.number { text-align: right; font-variant-numeric: tabular-nums }
-svg { width: 100%; height: auto } text { font: 12px system-ui, sans-serif; fill: #222 }
+div { overflow-x: auto } svg { width: 100%; min-width: 36rem; height: auto }
+text { font: 12px system-ui, sans-serif; fill: #222 }
 """
 _WIDTH, _LABEL, _ROW = 860, 300, 22
 _COLOURS = ("#0072B2", "#E69F00")
@@ -61,14 +62,14 @@ def _bars(rows: Sequence[tuple[str, tuple[float, float]]]) -> str:
             )
             left += width
         drawn.append(f'<text x="{left + 6:.1f}" y="{top + 15}">{1e3 * sum(parts):.2f} ms</text>')
-    return f'<svg viewBox="0 0 {_WIDTH} {len(rows) * _ROW + 4}" role="img">{"".join(drawn)}</svg>'
+    return f'<div><svg viewBox="0 0 {_WIDTH} {len(rows) * _ROW + 4}" role="img">{"".join(drawn)}</svg></div>'
 
 
 def _table(heading: Sequence[str], rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    lines = ["<table><tr>" + "".join(f"<th>{name}</th>" for name in heading) + "</tr>"]
+    lines = ["<div><table><tr>" + "".join(f"<th>{name}</th>" for name in heading) + "</tr>"]
     for label, row in rows:
         times = (f"{1e3 * row[key]:.2f} ms" for key in heading[1:4])
         cells = (*times, str(row["buckets"]), f"{row['efficiency']:.1%}")
         numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
         lines.append(f"<tr><td>{escape(label)}</td>{numbers}</tr>")
-    return "".join([*lines, "</table>"])
+    return "".join([*lines, "</table></div>"])

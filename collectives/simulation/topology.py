@@ -230,7 +230,7 @@ def gpu_matrix(text: str) -> Cluster:
     count = min(links) if nvlink else 0
     generation = _LINKS.get(count, 70)
     return Cluster(
-        *(len(rows), len(rows), 0.0, 12.5e9, 3.4e-6, count * _NVLINK[generation] if nvlink else _PCIE),
+        *(len(rows), len(rows), _NET, 12.5e9, 3.4e-6, count * _NVLINK[generation] if nvlink else _PCIE),
         gpus=True,
         nvlink=nvlink,
         nvls=nvlink and generation >= 90,
@@ -250,7 +250,7 @@ def nccl_topology(text: str) -> Cluster:
     rates = [float(net.attrib["speed"]) * 1e6 / 8 for net in system.iter("net")]
     way_out = sum(rates) or 12.5e9
     return Cluster(
-        *(len(gpus), len(gpus), 0.0, max(way_out / len(gpus), max(rates, default=0.0)), 3.4e-6),
+        *(len(gpus), len(gpus), _NET, max(way_out / len(gpus), max(rates, default=0.0)), 3.4e-6),
         links * _NVLINK[known] if links else _PCIE,
         way_out,
         gpus=True,

@@ -256,18 +256,19 @@ def _draw(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
     from collectives.tools.bench.plot import drawing, pictures, tidy
 
     Parser("collectives simulate step", "").check_drawing()
-    with drawing(file, 2, (10, 4.5), f"A step on {content['ranks']} ranks of {content['cluster']}") as (_, panels):
+    with drawing(file, 2, (12, 4.5), f"A step on {content['ranks']} ranks of {content['cluster']}") as (_, panels):
         scaling, gains = panels
         ranks = [row["ranks"] for row in content["scaling"]]
         scaling.plot(ranks, [100 * row["efficiency"] for row in content["scaling"]], marker="o", color="#0072B2")
         scaling.set_xscale("log", base=2)
+        scaling.set_xticks(ranks, [str(count) for count in ranks], fontsize=8)
         scaling.set_ylim(0, 105)
         scaling.set_xlabel("ranks")
         scaling.set_title("efficiency (%), predicted", fontsize=10, loc="left")
         rows = content["changes"][::-1]
         gains.barh([row["what"] for row in rows], [1e3 * row["step"] for row in rows], color="#0072B2")
         gains.axvline(1e3 * content["step"]["step"], color="#D55E00")
-        gains.set_title("a step (ms) after each change; the line: as it is", fontsize=10, loc="left")
+        gains.set_title("a step after each change (ms); line: as it is", fontsize=10, loc="left")
         tidy(scaling, "y")
         tidy(gains, "x")
     return pictures(file)

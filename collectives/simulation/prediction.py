@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from collectives.base.errors import InvalidArgumentError, TransportError
 from collectives.cuda.planner import DeviceFacts, DevicePlanner
@@ -117,8 +117,3 @@ def exact(
     schedule = registry.find(collective, algorithm).schedules(hosts)
     sizes = split(nbytes * (size if collective == "alltoall" else 1), schedule(0).chunks)
     return simulate(map(schedule, range(size)), sizes, network, segment, late=late, faults=tuple(faults))
-
-
-def without(cluster: Cluster, hosts: int) -> Cluster:
-    """The cluster that is left when so many hosts are lost."""
-    return replace(cluster, ranks=cluster.ranks - hosts * cluster.local)

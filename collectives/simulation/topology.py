@@ -171,15 +171,18 @@ def load(name: str, ranks: int | None = None, **changes: Any) -> Cluster:
     """
     cluster = CLUSTERS.get(name) or _read(name)
     changes = {key: value for key, value in changes.items() if value is not None}
-    return _checked(replace(cluster, ranks=ranks or cluster.ranks, **changes), name)
+    return _checked(replace(cluster, ranks=cluster.ranks if ranks is None else ranks, **changes), name)
 
 
 def _checked(cluster: Cluster, name: str) -> Cluster:
-    least = {"ranks": 1, "local": 1, "leaf": 0, "latency": 0, "local_latency": 0, "message": 0, "overhead": 0}
+    may_be_zero = ("leaf", "latency", "local_latency", "message", "overhead")
     for field in fields(cluster):
         value = getattr(cluster, field.name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value < least.get(field.name, 1e-9):
-            raise InvalidArgumentError(f"cluster {name!r}: {field.name}={value!r}: expected more than that")
+        if isinstance(value, (bool, str)):
+            continue
+        if value < 0 or (value == 0 and field.name not in may_be_zero):
+            wanted = "0 or more" if field.name in may_be_zero else "above 0"
+            raise InvalidArgumentError(f"cluster {name!r}: {field.name}={value!r}: expected {wanted}")
     return cluster
 
 

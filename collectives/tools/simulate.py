@@ -24,7 +24,7 @@ from collectives.schedules.partition import split
 from collectives.simulation import chakra, gradients, rounds, topology
 from collectives.simulation.clock import Fault
 from collectives.simulation.page import page
-from collectives.simulation.prediction import Predictor, exact, without
+from collectives.simulation.prediction import Predictor, exact
 from collectives.simulation.steps import Settings, Step, Workload, changes, simulate_step
 from collectives.simulation.topology import Cluster
 
@@ -168,7 +168,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _after_loss(asked: argparse.Namespace, cluster: Cluster) -> None:
     print("a lost link: the waiting ranks raise when the peer counts as failed (COLLECTIVES_PEER_TIMEOUT, 10 s)")
     if cluster.hosts > 1:
-        left = without(cluster, 1)
+        left = replace(cluster, ranks=cluster.ranks - cluster.local)
         rest = Predictor(left).predict(asked.collective, asked.bytes)
         print(
             f"an elastic job goes on with {left.ranks} ranks: {rest.algorithm}, {1e3 * rest.seconds:.4f} ms, "

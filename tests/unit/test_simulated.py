@@ -234,7 +234,7 @@ def test_a_prediction_has_the_cost_of_the_schedule(collective: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["-np", "-1"], ["-np", "2", "--bandwidth", "0"], ["-np", "2", "--local-size", "0"]]
+    "arguments", [["-np", "0"], ["-np", "2", "--bandwidth", "0"], ["-np", "2", "--local-size", "0"]]
 )
 def test_the_command_refuses_what_makes_no_network(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from math import inf, log2
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import predictions
 from collectives.base.errors import InvalidArgumentError
 from collectives.schedules import direct, registry
 from collectives.schedules.schedule import StepKind
@@ -160,7 +163,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("ranks: 4\nhosts: 2\n", "unknown hosts; expected base, ranks"),
         ("base: moon\n", "base: 'moon': expected one of h100-rails"),
         ("ranks: many\n", "invalid literal"),
-        ("bandwidth: 0\n", "bandwidth=0.0: expected more"),
+        ("bandwidth: 0\n", "bandwidth=0.0: expected above 0"),
         ("4 ranks", "expected 'field: value'"),
         ("<system/>", "no <gpu> in it"),
         ("<system", "unclosed token"),
@@ -424,6 +427,51 @@ def test_traces_of_all_ranks_are_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["chakra", "ring", "-np", "3", "--bytes", "12K", "--to", str(tmp_path / "traces")]) == 0
     assert sorted(file.name for file in (tmp_path / "traces").iterdir()) == [f"ring.{rank}.et" for rank in range(3)]
     assert "3 traces" in capsys.readouterr().out
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+BLOCKS = re.findall(
+    r"(?:<!-- test: file (\S+): ([^\n]*) -->\n)?^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
+)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block[2].split("--")[0].strip())
+def test_the_pages_commands_run_as_they_stand(
+    block: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    file, text, commands = block
+    if "torch" in text:
+        pytest.importorskip("torch")
+    if file:
+        Path(file).write_text(text)
+    for command in commands.splitlines():
+        words = shlex.split(command)
+        assert words[:2] == ["collectives", "simulate"] and main(words[2:]) == 0
+        assert capsys.readouterr().out.strip(), command
+
+
+def test_the_page_lists_every_cluster_and_every_block_is_a_command() -> None:
+    assert all(f"`{name}`" in PAGE for name in topology.CLUSTERS)
+    assert len(BLOCKS) == PAGE.count("```") // 2 > 6
+
+
+def test_constants_are_found_again_in_times_that_follow_from_them() -> None:
+    """Two of the set-ups, 2 and 8 hosts, have constants; those of 4 hosts lie a third of the way between them."""
+    few, many = np.array([30e-6, 5e-6, 0.8e-9]), np.array([42e-6, 35e-6, 1.1e-9])
+    runs: dict[str, Any] = {"4x10gbit": {"cores": 2}}
+    for setup, constants in zip(predictions.FITTED, (few, many), strict=True):
+        machine = predictions.Machine(setup, 2, constants)
+        # What the cores take, whatever the link does: the fit has nothing else.
+        times = {str(size): float(machine.work(size)[0] @ constants) / 2 for size in predictions.SIZES}
+        runs[setup] = {"cores": 2, "collectives": times}
+    found = predictions.fit(runs)
+    np.testing.assert_allclose(found["2x10gbit"], few, rtol=1e-6)
+    np.testing.assert_allclose(found["8x10gbit"], many, rtol=1e-6)
+    np.testing.assert_allclose(found["4x10gbit"], few + (many - few) / 3, rtol=1e-6)
+    link = predictions.Machine("2x1gbit", 2, few).predict("allreduce", 64 << 20).seconds
+    assert link == pytest.approx((64 << 20) / (1e9 / 8 * 1448 / 1514))
 
 
 def test_every_cluster_says_where_its_figures_come_from() -> None:

@@ -9,7 +9,8 @@ the file are kept.
 The hosts share the cores of one machine, so that a collective takes as long as the fuller of two resources:
 
     link     the bytes of the fullest link (`collectives.simulation.rounds`), at the rate less the headers of TCP
-    cores    (agreement * its messages + message * the schedule's messages + byte * all bytes) / cores
+    cores    agreement * its messages + message * the schedule's messages + byte * bytes, of a rank, times the ranks of
+             the fullest core: a round waits for all of them
 
 ``agreement``, ``message`` and ``byte`` are seconds of a core, fitted to `FITTED_SIZES` of `FITTED`, and linear in the
 ranks per core in between. All other times are predicted: of the other sizes, rates and numbers of hosts, and of every
@@ -93,7 +94,7 @@ def measure(tool: str, hosts: int, rate: str) -> dict[str, Any]:
     try:
         where = ",".join(f"host{number}:1" for number in range(1, hosts + 1))
         launch = [sys.executable, "-m", "collectives.launch", "--no-tag", "--launcher", "ssh", "-np", str(hosts)]
-        result: dict[str, Any] = {"cores": os.cpu_count()}
+        result: dict[str, Any] = {"cores": os.cpu_count() or 1}
         for kind in ("collectives", "steps"):
             program = [sys.executable, "-m", "benchmarks.predictions", "--rank", kind]
             shown = run(tool, "on", "host1", *launch, "-H", where, *program)
@@ -180,22 +181,22 @@ class Machine:
         hosts, bits = setup.split("x")
         self.cluster = Cluster(int(hosts), 1, 0.0, rate(bits) / 8 * _GOODPUT)
         self._planner = Planner(self.cluster.placement())
-        self._cores, self._constants = min(cores, int(hosts)), constants
+        self._ranks, self._constants = -(-int(hosts) // cores), constants
 
     def work(self, nbytes: int) -> tuple[np.ndarray, float]:
-        """What the cores do by constant: messages of the agreement, of the schedule, bytes; and seconds of the link."""
+        """What the fullest core does by constant: messages of the agreement, of the schedule, bytes; and seconds of the
+        link."""
         size = self.cluster.ranks
         choice = self._planner.choose("allreduce", nbytes)
         network = self.cluster.network()
         moved = rounds.estimate("allreduce", choice.algorithm, nbytes, network, choice.block_bytes or None)
-        agreement = size * (size - 1).bit_length()
-        messages = 0 if choice.inline else moved.messages
-        return np.array([agreement, messages, size * moved.bytes_out]), moved.transfer
+        messages = 0 if choice.inline else moved.messages / size
+        return self._ranks * np.array([(size - 1).bit_length(), messages, moved.bytes_out]), moved.transfer
 
     def predict(self, collective: str, nbytes: int, algorithm: str | None = None) -> Prediction:
         """As `collectives.simulation.prediction.Predictor.predict`, of an all-reduce."""
         work, seconds_of_link = self.work(nbytes)
-        seconds = max(seconds_of_link, float(work @ self._constants) / self._cores)
+        seconds = max(seconds_of_link, float(work @ self._constants))
         return Prediction(collective, algorithm or "", nbytes, seconds, 0.0)
 
     def step(self, gradients: tuple[int, ...], compute: float) -> float:
@@ -211,7 +212,7 @@ def fit(runs: Mapping[str, Any]) -> dict[str, np.ndarray]:
     for setup in FITTED:
         run, machine = runs[setup], Machine(setup, runs[setup]["cores"], np.zeros(3))
         hosts = machine.cluster.ranks
-        times = np.array([run["collectives"][str(size)] for size in FITTED_SIZES]) * min(run["cores"], hosts)
+        times = np.array([run["collectives"][str(size)] for size in FITTED_SIZES])
         rows = np.array([machine.work(size)[0] for size in FITTED_SIZES]) / times[:, None]
         known[hosts] = np.maximum(np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)[0], 0)
     few, many = sorted(known)

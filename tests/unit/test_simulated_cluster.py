@@ -464,7 +464,7 @@ def test_constants_are_found_again_in_times_that_follow_from_them() -> None:
     for setup, constants in zip(predictions.FITTED, (few, many), strict=True):
         machine = predictions.Machine(setup, 2, constants)
         # What the cores take, whatever the link does: the fit has nothing else.
-        times = {str(size): float(machine.work(size)[0] @ constants) / 2 for size in predictions.SIZES}
+        times = {str(size): float(machine.work(size)[0] @ constants) for size in predictions.SIZES}
         runs[setup] = {"cores": 2, "collectives": times}
     found = predictions.fit(runs)
     np.testing.assert_allclose(found["2x10gbit"], few, rtol=1e-6)

@@ -9,9 +9,9 @@ Source: max-min fairness by progressive filling, D. Bertsekas and R. Gallager, "
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -89,41 +89,30 @@ class Topology:
                 f"{network!r}: expected bandwidths and reduction above 0, and latencies from 0 on"
             )
 
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of links 1, 2, ..."""
+        both = ("out", "in")
+        kinds = (("rank", (*both, "local out", "local in"), self._size), ("host", both, self._hosts))
+        return [
+            f"{kind} {number} {direction}"
+            for kind, directions, count in (*kinds, ("leaf", both, self._leaves))
+            for direction in directions
+            for number in range(count)
+        ]
+
     def number(self, name: str) -> int:
         """The number of a link by its name; InvalidArgumentError if there is none."""
-        first = 1
-        for kind, directions, count in self._kinds():
-            for direction in directions:
-                match = re.fullmatch(rf"{kind} (\d+) {direction}", name)
-                if match and int(match[1]) < count:
-                    return first + int(match[1])
-                first += count
-        raise InvalidArgumentError(
-            f"link {name!r}: expected 'rank N out', 'rank N in', 'rank N local out', 'rank N local in', 'host N out', "
-            f"'host N in', 'leaf N out' or 'leaf N in', of {self._size} ranks on {self._hosts} hosts"
-        )
-
-    def name(self, number: int) -> str:
-        """A link's name by its number, from 1 on."""
-        number -= 1
-        for kind, directions, count in self._kinds():
-            if number < count * len(directions):
-                return f"{kind} {number % count} {directions[number // count]}"
-            number -= count * len(directions)
-        raise IndexError(number)
+        if name not in self.names:
+            raise InvalidArgumentError(
+                f"link {name!r}: expected 'rank N out', 'rank N in', 'rank N local out', 'rank N local in', 'host N "
+                f"out', 'host N in', 'leaf N out' or 'leaf N in', of {self._size} ranks on {self._hosts} hosts"
+            )
+        return 1 + self.names.index(name)
 
     def latency(self, *, local: bool) -> float:
         """Seconds of a message within a host, or between hosts."""
         return float(self._latency[int(local)])
-
-    def _kinds(self) -> tuple[tuple[str, tuple[str, ...], int], ...]:
-        """What has links, in the order of their numbers: its kind, the directions, and how many there are."""
-        both = ("out", "in")
-        return (
-            ("rank", (*both, "local out", "local in"), self._size),
-            ("host", both, self._hosts),
-            ("leaf", both, self._leaves),
-        )
 
     def paths(self, ends: Ints) -> tuple[Ints, Floats]:
         """The links that each message passes, an array (6, messages), and its latency; ``ends``: senders, receivers."""
@@ -147,7 +136,7 @@ class Topology:
 
     def named(self, crossed: Floats) -> dict[str, int]:
         """The bytes that crossed each link by the link's name, without unused links."""
-        return {self.name(number): int(crossed[number]) for number in (np.flatnonzero(crossed[1:]) + 1).tolist()}
+        return {self.names[number]: int(crossed[1 + number]) for number in np.flatnonzero(crossed[1:])}
 
 
 def _fair_rates(path: Ints, capacity: Floats) -> Floats:

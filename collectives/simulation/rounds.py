@@ -241,7 +241,7 @@ def fullest_link(collective: str, algorithm: str, network: Network) -> str:
     topology = Topology(network, sum(map(len, hosts)))
     every = kinds(collective, algorithm, hosts)[1]
     seconds = sum(kind.times * kind.chunks * _loads(topology, kind)[0] for kind in every) / topology.capacity
-    return topology.name(int(np.argmax(seconds)))
+    return topology.names[int(np.argmax(seconds[1:]))]
 
 
 def host_lists(ranks: int, local: int) -> list[range]:

@@ -52,7 +52,8 @@ def _bytes(parameter: Any) -> int:
 
 
 def of_timeline(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Bytes of each all-reduce of a step, in the order of a recorded timeline. Tensors that were fused are one.
+    """Bytes of each all-reduce of a step, in the order of a recorded timeline. Tensors that were fused are one. A step
+    ends where a name comes again, so that the operations need names, as optimizers give them.
 
     Raises:
         InvalidArgumentError: the file cannot be read, or holds no all-reduce.

@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = flags.parse_args(arguments)
     try:
         return int(asked.run(asked))
+    except BrokenPipeError:  # `collectives` ends quietly
+        raise
     except (CollectivesError, OSError) as error:
         flags.error(str(error))
 

@@ -322,6 +322,15 @@ def test_the_command_says_what_waits_for_a_lost_link(capsys: pytest.CaptureFixtu
     assert "ranks 0, 1, 2" in shown and "an elastic job goes on with 7 ranks: ring" in shown
 
 
+def test_a_reader_that_has_gone_is_no_error_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", gone)
+    with pytest.raises(BrokenPipeError):
+        main(["collective", "-np", "2", "--bytes", "8"])
+
+
 def test_the_command_compares_the_planners_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["planner", "-np", "8,65536", "--bytes", "64K", "--cluster", "ethernet-10g"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from html import escape
 from pathlib import Path
@@ -54,13 +55,28 @@ g g {{ transform: translateY({end}px); animation: lines {seconds:.2f}s step-end 
 """
 
 
-def record() -> list[tuple[float, str, str]]:
-    """Run the job, and kill rank 1. Returns the lines: seconds since the start, a class of the style, the text."""
+def record(*options: str) -> list[tuple[float, str, str]]:
+    """Run the job, and kill rank 1.
+
+    Args:
+        options: further ones of the example.
+
+    Returns:
+        The lines: seconds since the start, a class of the style, the text.
+    """
     begin = time.monotonic()
     lines = [(0.0, "input", f"$ {COMMAND}")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    words = COMMAND.replace("collectivesrun", f"{sys.executable} -m collectives.launch").replace(
+        " python ", f" {sys.executable} "
+    )
     job = subprocess.Popen(
-        COMMAND.split(), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*words.split(), *options],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert job.stdout
     victim = 0

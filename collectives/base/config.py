@@ -1,8 +1,8 @@
 """Settings: the environment, read once at ``init()`` into a frozen dataclass.
 
-The README documents names and defaults. A value that cannot be parsed is an error that names the variable, because a
-silently ignored setting is worse than none. Horovod's variable of the same setting is read, too; the one of this
-package takes precedence.
+docs/settings.md documents names and defaults. A value that cannot be parsed is an error that names the variable,
+because a silently ignored setting is worse than none. Horovod's variable of the same setting is read, too; the one of
+this package takes precedence.
 """
 
 from __future__ import annotations

@@ -1,13 +1,42 @@
-"""What documents name is there: what the guide for contributors links to, its commands, and the tests of recipes, which
-the table of docs/horovod.md names as they name it."""
+"""What documents name is there: files that pages link to, the navigation's pages, what the guide for contributors links
+to, its commands, and the tests of recipes, which the table of docs/horovod.md names as they name it."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from collectives.base.config import Config
+
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+GENERATED = {"contributing.md", "changelog.md"}
+"""Pages of the site that are not in docs/, besides the folders ``reference`` and ``errors``."""
+
+
+def test_every_link_of_a_page_leads_to_a_file() -> None:
+    links = [
+        (page.relative_to(ROOT), link)
+        for page in (*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+        for link in re.findall(r"\]\((?!\w+:|#)([^)\s#]+)", page.read_text())
+    ]
+    assert len(links) > 100
+    assert [(page, link) for page, link in links if not (ROOT / page.parent / link).exists()] == []
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    listed = re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    written = [str(page.relative_to(ROOT / "docs")) for page in PAGES]
+    generated = [page for page in listed if page in GENERATED or page.startswith(("reference/", "errors/"))]
+    assert sorted(listed) == sorted([*written, *generated])
+
+
+def test_the_table_of_settings_has_every_setting() -> None:
+    table = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE)
+    listed = {f"COLLECTIVES_{name}" for names in table for name in re.findall(r"`(\w+)`", names)}
+    variables = {field.metadata.get("variable", "") for field in Config.__dataclass_fields__.values()} - {""}
+    assert variables - listed == set()
 
 
 def test_every_link_goes_to_what_it_names() -> None:

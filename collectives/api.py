@@ -144,6 +144,12 @@ def allreduce(
             both ``average`` and ``op``; no such keyword.
         MismatchError: the ranks' requests differ; raised on every rank, no tensor was touched.
         RankFailedError, CollectiveTimeoutError: another rank failed, or did not make the call.
+
+    Example:
+        >>> hvd.allreduce(np.array([hvd.rank(), 4.0]))
+        array([0.5, 4. ])
+        >>> hvd.allreduce(np.array([hvd.rank(), 4.0]), op=hvd.Sum)
+        array([1., 8.])
     """
     if rarer:
         return _world(rarer).allreduce(tensor, average, op=op, name=name, **rarer)
@@ -165,6 +171,13 @@ def allreduce_(
 
     Raises:
         InvalidArgumentError: the tensor is read-only, or its elements overlap.
+
+    Example:
+        >>> gradient = np.array([hvd.rank(), 4.0])
+        >>> hvd.allreduce_(gradient) is gradient
+        True
+        >>> gradient
+        array([0.5, 4. ])
     """
     if rarer:
         return _world(rarer).allreduce_(tensor, average, op=op, name=name, **rarer)
@@ -185,6 +198,10 @@ def allreduce_async_(
     Raises:
         InvalidArgumentError: as `allreduce_async`; or an operation in flight reads or writes this tensor's memory:
             synchronize that one first, or pass one of the two a copy.
+
+    Example:
+        >>> hvd.allreduce_async_(np.array([hvd.rank(), 4.0])).wait()
+        array([0.5, 4. ])
     """
     if rarer:
         return _world(rarer).allreduce_async_(tensor, average, op=op, name=name, **rarer)
@@ -231,19 +248,33 @@ alltoall_init = of_default(PersistentInit.alltoall_init)
 
 
 def barrier(*, process_set: ProcessSet | None = None) -> None:
-    """Return when every rank has called it."""
+    """Return when every rank has called it.
+
+    Example:
+        >>> hvd.barrier()
+    """
     world_of(process_set).barrier()
 
 
 def broadcast_object(
     value: Tensor, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Tensor:
-    """Give every rank the root's (picklable) object; those of other ranks are ignored. The root gets its own back."""
+    """Give every rank the root's (picklable) object; those of other ranks are ignored. The root gets its own back.
+
+    Example:
+        >>> hvd.broadcast_object({"from": hvd.rank()}, root_rank=1)
+        {'from': 1}
+    """
     return world_of(process_set).broadcast_object(value, root_in(process_set, root_rank, name), name=name)
 
 
 def allgather_object(value: Tensor, *, name: str | None = None, process_set: ProcessSet | None = None) -> list[Tensor]:
-    """Give every rank every rank's (picklable) object, as a list in rank order."""
+    """Give every rank every rank's (picklable) object, as a list in rank order.
+
+    Example:
+        >>> hvd.allgather_object({"rank": hvd.rank()})
+        [{'rank': 0}, {'rank': 1}]
+    """
     return world_of(process_set).allgather_object(value, name=name)
 
 
@@ -263,6 +294,9 @@ def join(*, process_set: ProcessSet | None = None) -> int:
     These are zeros to a sum, no rows to allgather and alltoall; Average still divides by the number of all ranks. A
     broadcast whose root has joined raises a MismatchError on the ranks that call it. Returns the last rank to join; of
     several at once, the highest.
+
+    Example:
+        >>> last = hvd.join()
     """
     return world_of(process_set).join()
 
@@ -275,6 +309,9 @@ def check_consistency(tensors: Any, *, process_set: ProcessSet | None = None) ->
 
     Raises:
         MismatchError: names the first tensor that differs, in what, and on which ranks.
+
+    Example:
+        >>> hvd.check_consistency({"weights": np.zeros(3)})
     """
     world_of(process_set).check_consistency(tensors)
 
@@ -293,5 +330,9 @@ def empty_cache(*, process_set: ProcessSet | None = None) -> int:
 
     Returns the bytes of device memory that this rank has released: mappings of its peers' memory, and outgrown buffers
     of its own. 0 where no GPU tensor was used.
+
+    Example:
+        >>> hvd.empty_cache()
+        0
     """
     return world_of(process_set).empty_cache()

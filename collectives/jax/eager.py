@@ -97,7 +97,11 @@ def init(
     rank: int | None = None,
     size: int | None = None,
 ) -> None:
-    """Join the other ranks: see `collectives.init`."""
+    """Join the other ranks: see `collectives.init`.
+
+    Example:
+        >>> hvd.init()
+    """
     runtime.init(comm, process_sets, rendezvous=rendezvous, store=store, rank=rank, size=size)
     # Exit handlers run in reverse order: registered after the world's own, this one carries out what the program has
     # dispatched before the world ends.

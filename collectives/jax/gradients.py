@@ -38,6 +38,11 @@ def value_and_grad(
 
     Returns:
         A function that returns this rank's value (and auxiliary data), and the combined gradients.
+
+    Example:
+        >>> value, gradient = hvd.value_and_grad(lambda x: (hvd.rank() * x).sum())(jnp.ones(2))
+        >>> gradient
+        Array([0.5, 0.5], dtype=float32)
     """
     local = jax.value_and_grad(fun, argnums, has_aux, **keywords)
 
@@ -53,7 +58,12 @@ def value_and_grad(
 def grad(
     fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **keywords: Any
 ) -> Callable[..., Any]:
-    """`jax.grad` whose gradients are combined over the ranks; arguments as for `value_and_grad`."""
+    """`jax.grad` whose gradients are combined over the ranks; arguments as for `value_and_grad`.
+
+    Example:
+        >>> hvd.grad(lambda x: (hvd.rank() * x).sum())(jnp.ones(2))
+        Array([0.5, 0.5], dtype=float32)
+    """
     with_value = value_and_grad(fun, argnums, has_aux, **keywords)
 
     @functools.wraps(fun)

@@ -115,6 +115,10 @@ def allreduce(
         InvalidTypeError, InvalidArgumentError: a leaf that is not an array, or lies on several devices; both
             ``average`` and ``op``; a missing ``name``; and all that `collectives.allreduce` raises. Errors found while
             a compiled program runs are raised as JAX's runtime error, with the type and text of ours.
+
+    Example:
+        >>> hvd.allreduce({"w": jnp.array([hvd.rank(), 4.0])})
+        {'w': Array([0.5, 4. ], dtype=float32)}
     """
     world, call = begin("allreduce", process_set, name, options)
     with world.refusing(name):
@@ -139,7 +143,12 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     **options: Unpack[ProgramOptions],
 ) -> list[Tree]:
-    """`allreduce` of several tensors, or pytrees, in one fused call; the results in order."""
+    """`allreduce` of several tensors, or pytrees, in one fused call; the results in order.
+
+    Example:
+        >>> hvd.grouped_allreduce([jnp.ones(2), jnp.arange(3)], op=hvd.Sum)
+        [Array([2., 2.], dtype=float32), Array([0, 2, 4], dtype=int32)]
+    """
     tree = as_list(tensors, process_set, name)
     return allreduce(tree, average, name, compression, op, prescale_factor, postscale_factor, process_set, **options)
 
@@ -166,6 +175,10 @@ def reducescatter(
 
     Returns:
         New arrays of this rank's rows and the same dtypes.
+
+    Example:
+        >>> hvd.reducescatter(jnp.ones(4), op=hvd.Sum)
+        Array([2., 2.], dtype=float32)
     """
     world, call = begin("reducescatter", process_set, name, options)
     with world.refusing(name):
@@ -190,7 +203,12 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     **options: Unpack[ProgramOptions],
 ) -> list[Tree]:
-    """`reducescatter` of several tensors in one fused call; the results in order."""
+    """`reducescatter` of several tensors in one fused call; the results in order.
+
+    Example:
+        >>> hvd.grouped_reducescatter([jnp.ones(4), jnp.ones(2)], op=hvd.Sum)
+        [Array([2., 2.], dtype=float32), Array([2.], dtype=float32)]
+    """
     tree = as_list(tensors, process_set, name)
     return reducescatter(tree, name, compression, op, process_set, prescale_factor, postscale_factor, **options)
 
@@ -220,6 +238,10 @@ def allgather(
         InvalidArgumentError: a tensor without a dimension, or ``rows`` that does not fit; and all that
             `collectives.allgather` raises.
         MismatchError: the ranks sent other rows than stated.
+
+    Example:
+        >>> hvd.allgather(jnp.full(hvd.rank() + 1, float(hvd.rank())))
+        Array([0., 1., 1.], dtype=float32)
     """
     world, call = begin("allgather", process_set, name, options)
     with world.refusing(name):
@@ -246,7 +268,12 @@ def grouped_allgather(
     rows: Sequence[int] | None = None,
     **options: Unpack[ProgramOptions],
 ) -> list[Tree]:
-    """`allgather` of several tensors in one fused call; the results in order."""
+    """`allgather` of several tensors in one fused call; the results in order.
+
+    Example:
+        >>> hvd.grouped_allgather([jnp.array([1.0 * hvd.rank()]), jnp.ones(1)])
+        [Array([0., 1.], dtype=float32), Array([1., 1.], dtype=float32)]
+    """
     return allgather(as_list(tensors, process_set, name), name, process_set, rows=rows, **options)
 
 
@@ -267,6 +294,10 @@ def broadcast(
 
     Returns:
         New arrays of the same shapes and dtypes, in the same structure.
+
+    Example:
+        >>> hvd.broadcast(jnp.array([hvd.rank(), 7.0]), root_rank=1)
+        Array([1., 7.], dtype=float32)
     """
     world, call = begin("broadcast", process_set, name, options)
     root = root_in(process_set, root_rank, name)
@@ -327,6 +358,10 @@ def alltoall(
         InvalidArgumentError: splits that do not fit, or ``rows`` is missing; and all that `collectives.alltoall`
             raises.
         MismatchError: the ranks sent other rows than stated.
+
+    Example:
+        >>> hvd.alltoall(jnp.array([1.0, 1.0]) * hvd.rank())
+        Array([0., 1.], dtype=float32)
     """
     world, call = begin("alltoall", process_set, name, options)
     with world.refusing(name):
@@ -364,12 +399,20 @@ def alltoall(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank has called it. In a compiled program no later call starts before that."""
+    """Return when every rank has called it. In a compiled program no later call starts before that.
+
+    Example:
+        >>> hvd.barrier()
+    """
     run(begin("barrier", process_set, None, {})[1], [])
 
 
 def join(device: int = -1, *, process_set: ProcessSet = global_process_set) -> int:
-    """`collectives.join`, outside of `jax.jit`; ``device`` is part of Horovod's interface and has no effect."""
+    """`collectives.join`, outside of `jax.jit`; ``device`` is part of Horovod's interface and has no effect.
+
+    Example:
+        >>> last = hvd.join()
+    """
     require_eager("join")
     eager.wait_for_effects()
     return api.join(process_set=process_set)

@@ -94,6 +94,9 @@ def distributed_gradients(
 
     Raises:
         InvalidArgumentError: a factor without Average.
+
+    Example:
+        optimizer = optax.chain(hvd.distributed_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     """
     refuse_unknown(options, ProgramOptions)
     factors: Any = GradientOptions(
@@ -147,6 +150,14 @@ def DistributedOptimizer(
         InvalidTypeError: ``optimizer`` has no ``init`` and ``update``.
         InvalidArgumentError: fewer than one pass; a factor without Average; in an update, further arguments that cannot
             be combined with this ``op`` or several passes.
+
+    Example:
+        >>> import optax
+        >>> optimizer = hvd.DistributedOptimizer(optax.sgd(1.0))
+        >>> parameters = jnp.zeros(2)
+        >>> updates, state = optimizer.update(jnp.array([hvd.rank(), 4.0]), optimizer.init(parameters), parameters)
+        >>> updates
+        Array([-0.5, -4. ], dtype=float32)
     """
     wrapped: Any = optimizer
     if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):

@@ -42,6 +42,10 @@ def broadcast_parameters(params: Tree, root_rank: int = 0, process_set: ProcessS
         InvalidTypeError: a leaf that is not an array, or is sharded over several devices.
         InvalidArgumentError: called inside of a function that is being compiled; use `broadcast` there.
         MismatchError: the ranks' parameters or roots differ; raised on every rank, and names the first difference.
+
+    Example:
+        >>> hvd.broadcast_parameters({"w": jnp.array([float(hvd.rank())])}, root_rank=1)
+        {'w': Array([1.], dtype=float32)}
     """
     require_eager(_LABEL)
     eager.wait_for_effects()
@@ -61,14 +65,24 @@ def broadcast_parameters(params: Tree, root_rank: int = 0, process_set: ProcessS
 def broadcast_object(
     obj: Tree, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tree:
-    """Send the root's object, anything that pickle supports, to every rank. The root gets the object that it passed."""
+    """Send the root's object, anything that pickle supports, to every rank. The root gets the object that it passed.
+
+    Example:
+        >>> hvd.broadcast_object({"from": hvd.rank()}, root_rank=1)
+        {'from': 1}
+    """
     require_eager("broadcast_object")
     eager.wait_for_effects()
     return api.broadcast_object(obj, root_rank, name=name, process_set=process_set)
 
 
 def allgather_object(obj: Tree, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Tree]:
-    """Send every rank's object to every rank; returns them in rank order."""
+    """Send every rank's object to every rank; returns them in rank order.
+
+    Example:
+        >>> hvd.allgather_object(hvd.rank())
+        [0, 1]
+    """
     require_eager("allgather_object")
     eager.wait_for_effects()
     return api.allgather_object(obj, name=name, process_set=process_set)

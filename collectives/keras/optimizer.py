@@ -100,6 +100,9 @@ def DistributedOptimizer(
             Keras's own ``gradient_accumulation_steps``.
         InvalidTypeError: not an optimizer of Keras 3, or ``compression`` is not a compressor.
         NotInitializedError: before `init`.
+
+    Example:
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.001 * hvd.size())), "mse")
     """
     return _wrapped(optimizer, GradientOptions.of(locals(), name=name or ""))
 
@@ -128,6 +131,9 @@ def PartialDistributedOptimizer(
 
     Raises:
         ValueError: not a layer, or one without variables; and all that `DistributedOptimizer` raises.
+
+    Example:
+        optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.01), local_layers=[model.layers[0]])
     """
     weights = local_weights(local_layers, keras.layers.Layer)
     result = _wrapped(optimizer, GradientOptions.of(locals(), name=name or ""))
@@ -159,6 +165,9 @@ def load_model(
 
     Raises:
         ValueError: not a model, or ``legacy_opts`` with Keras 3; and all that Keras raises.
+
+    Example:
+        model = hvd.load_model("checkpoint.keras")
     """
     if legacy_opts:
         raise InvalidArgumentError(

@@ -48,23 +48,42 @@ def allreduce(
 
     Raises:
         InvalidArgumentError: both ``average`` and ``op``; and all that `collectives.allreduce` raises.
+
+    Example:
+        >>> keras.ops.convert_to_numpy(hvd.allreduce([hvd.rank(), 4.0]))
+        array([0.5, 4. ], dtype=float32)
     """
     how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "compression": compression}
     return _tensor(api.allreduce(_array(value, name), average, op=op, name=name, **how))
 
 
 def allgather(value: Value, name: str | None = None) -> Value:
-    """Concatenate the ranks' values along the first dimension; see `collectives.allgather`."""
+    """Concatenate the ranks' values along the first dimension; see `collectives.allgather`.
+
+    Example:
+        >>> keras.ops.convert_to_numpy(hvd.allgather([float(hvd.rank())]))
+        array([0., 1.], dtype=float32)
+    """
     return _tensor(api.allgather(_array(value, name), name=name))
 
 
 def broadcast(value: Value, root_rank: int, name: str | None = None) -> Value:
-    """Copy the root's value to every rank; see `collectives.broadcast`."""
+    """Copy the root's value to every rank; see `collectives.broadcast`.
+
+    Example:
+        >>> keras.ops.convert_to_numpy(hvd.broadcast([float(hvd.rank())], root_rank=1))
+        array([1.], dtype=float32)
+    """
     return _tensor(api.broadcast(_array(value, name), root_rank, name=name))
 
 
 def reducescatter(value: Value, name: str | None = None, op: Op = Op.AVERAGE) -> Value:
-    """Reduce the ranks' values and give each rank its share of the rows; see `collectives.reducescatter`."""
+    """Reduce the ranks' values and give each rank its share of the rows; see `collectives.reducescatter`.
+
+    Example:
+        >>> keras.ops.convert_to_numpy(hvd.reducescatter([1.0, 1.0], op=hvd.Sum))
+        array([2.], dtype=float32)
+    """
     return _tensor(api.reducescatter(_array(value, name), op, name=name))
 
 
@@ -74,6 +93,9 @@ def broadcast_global_variables(root_rank: int) -> None:
     Raises:
         InvalidArgumentError: always, with what to use instead; on TensorFlow without a graph a RuntimeError, as in
             Horovod.
+
+    Example:
+        session.run(hvd.broadcast_global_variables(0))                # only with TensorFlow 1's graphs
     """
     if keras.backend.backend() == "tensorflow":
         from collectives.tensorflow.functions import broadcast_global_variables as of_tensorflow
@@ -98,6 +120,12 @@ def broadcast_variables(variables: Any, root_rank: int, process_set: ProcessSet 
     Raises:
         MismatchError: the ranks' variables or roots differ; raised on every rank before anything is changed, and names
             the first difference.
+
+    Example:
+        >>> variable = keras.Variable([float(hvd.rank())])
+        >>> hvd.broadcast_variables([variable], root_rank=1)
+        >>> keras.ops.convert_to_numpy(variable)
+        array([1.], dtype=float32)
     """
     of_keras.broadcast(list(variables), root_rank, process_set, "broadcast_variables")
 

@@ -23,7 +23,11 @@ _queue: Any = None
 
 
 def log(value: Any) -> None:
-    """Have the executor's callbacks called with a value, where this process is rank 0; does nothing elsewhere."""
+    """Have the executor's callbacks called with a value, where this process is rank 0; does nothing elsewhere.
+
+    Example:
+        collectives.ray.log({"epoch": epoch, "loss": loss})
+    """
     rank = runtime.world().rank if runtime.is_initialized() else int(os.environ.get("COLLECTIVES_RANK", -1))
     if rank == 0 and _queue is not None:
         _queue.put(value)

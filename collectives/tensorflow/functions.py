@@ -54,6 +54,12 @@ def broadcast_variables(
         InvalidTypeError: a variable whose dtype the engine does not support.
         MismatchError: the ranks' variables or roots differ; raised on every rank, names the first difference, and
             leaves the variables untouched.
+
+    Example:
+        >>> variable = tf.Variable([1.0 + hvd.rank()])
+        >>> hvd.broadcast_variables([variable], root_rank=1)
+        >>> variable.numpy()
+        array([2.], dtype=float32)
     """
     assigned = _broadcast(list(variables), root_rank, None, process_set)
     return None if tf.executing_eagerly() else tf.group(*assigned)
@@ -63,7 +69,12 @@ def broadcast_variables(
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """`broadcast_variables`; returns the variables' new values."""
+    """`broadcast_variables`; returns the variables' new values.
+
+    Example:
+        >>> hvd.broadcast_([tf.Variable([1.0 + hvd.rank()])], root_rank=1)[0].numpy()
+        array([2.], dtype=float32)
+    """
     assigned = _broadcast(list(variables), root_rank, name, process_set)
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(_value(variable)) for variable in variables]
@@ -106,6 +117,9 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
 
     Raises:
         RuntimeError: in eager execution, which has no global variables; use `broadcast_variables` there.
+
+    Example:
+        session.run(hvd.broadcast_global_variables(0))
     """
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -172,6 +186,10 @@ def broadcast_object(
 
     Raises:
         InvalidTypeError: the object cannot be pickled.
+
+    Example:
+        >>> hvd.broadcast_object({"from": hvd.rank()}, root_rank=1)
+        {'from': 1}
     """
     return api.broadcast_object(obj, root_rank, name=name, process_set=process_set)
 
@@ -180,7 +198,12 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Object], Object]:
-    """`broadcast_object` as a function of the object alone."""
+    """`broadcast_object` as a function of the object alone.
+
+    Example:
+        >>> hvd.broadcast_object_fn(root_rank=1)({"from": hvd.rank()})
+        {'from': 1}
+    """
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -188,5 +211,10 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Object, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Object]:
-    """Gather the ranks' objects, as a list in rank order; arguments and errors as for `broadcast_object`."""
+    """Gather the ranks' objects, as a list in rank order; arguments and errors as for `broadcast_object`.
+
+    Example:
+        >>> hvd.allgather_object(hvd.rank())
+        [0, 1]
+    """
     return api.allgather_object(obj, name=name, process_set=process_set)

@@ -93,6 +93,10 @@ def allreduce(
         InvalidArgumentError (a ValueError): both ``average`` and ``op``, or XLA compiles the graph.
         UnsupportedError (a NotImplementedError and a ValueError): another ``op`` of sparse tensors.
         CollectivesError: as for `collectives.allreduce`.
+
+    Example:
+        >>> hvd.allreduce(tf.constant([hvd.rank(), 4.0])).numpy()
+        array([0.5, 4. ], dtype=float32)
     """
     return grouped_allreduce(
         [tensor],
@@ -134,6 +138,10 @@ def grouped_allreduce(
 
     Returns:
         The results in order.
+
+    Example:
+        >>> [each.numpy() for each in hvd.grouped_allreduce([tf.ones(2), tf.range(3)], op=hvd.Sum)]
+        [array([2., 2.], dtype=float32), array([0, 2, 4], dtype=int32)]
     """
     with conversion.refusing(name, process_set):
         op = arguments.operation(op, average)
@@ -181,6 +189,10 @@ def reducescatter(
         tensor: of shape ``(rows, ...)``, equal on every rank. Rows left over by an even division go to the first
             ranks, one each.
         op, name, ...: as for `allreduce`, without Adasum.
+
+    Example:
+        >>> hvd.reducescatter(tf.ones(4), op=hvd.Sum).numpy()
+        array([2., 2.], dtype=float32)
     """
     factors = conversion.factors(prescale_factor, postscale_factor, name, process_set)
     call = GraphCall("reducescatter", name, process_set, algorithm, transport, ignore_name_scope, op, *factors)
@@ -201,7 +213,12 @@ def grouped_reducescatter(
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors as one grouped operation; returns the results in order."""
+    """`reducescatter` of several tensors as one grouped operation; returns the results in order.
+
+    Example:
+        >>> [each.numpy() for each in hvd.grouped_reducescatter([tf.ones(4), tf.ones(2)], op=hvd.Sum)]
+        [array([2., 2.], dtype=float32), array([2.], dtype=float32)]
+    """
     factors = conversion.factors(prescale_factor, postscale_factor, name, process_set)
     call = GraphCall("reducescatter", name, process_set, algorithm, transport, False, op, *factors)
     return _run(call, tensors, compression)
@@ -224,6 +241,10 @@ def allgather(
 
     Returns:
         A tensor of shape ``(sum of all rows, ...)``; in a graph the number of rows is unknown until it runs.
+
+    Example:
+        >>> hvd.allgather(tf.fill([hvd.rank() + 1], hvd.rank())).numpy()
+        array([0, 1, 1], dtype=int32)
     """
     return _run(GraphCall("allgather", name, process_set, algorithm, transport, ignore_name_scope), [tensor])[0]
 
@@ -238,7 +259,12 @@ def grouped_allgather(
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> list[Tensor]:
-    """`allgather` of several tensors as one grouped operation; returns the results in order."""
+    """`allgather` of several tensors as one grouped operation; returns the results in order.
+
+    Example:
+        >>> [each.numpy() for each in hvd.grouped_allgather([tf.constant([hvd.rank()]), tf.ones(1)])]
+        [array([0, 1], dtype=int32), array([1., 1.], dtype=float32)]
+    """
     return _run(GraphCall("allgather", name, process_set, algorithm, transport, ignore_name_scope), tensors)
 
 
@@ -258,6 +284,10 @@ def broadcast(
     Args:
         tensor: equal shape and dtype on every rank, left unchanged; its elements matter on the root only.
         root_rank: the root, as a rank of the world.
+
+    Example:
+        >>> hvd.broadcast(tf.constant([hvd.rank(), 7]), root_rank=1).numpy()
+        array([1, 7], dtype=int32)
     """
     call = GraphCall("broadcast", name, process_set, algorithm, transport, ignore_name_scope, root=root_rank)
     return _run(call, [tensor])[0]
@@ -310,6 +340,10 @@ def alltoall(
     Returns:
         A tensor of the rows received. With ``splits`` also the number of rows received from each rank, in the splits'
         dtype (int32 if they are neither a tensor nor an array).
+
+    Example:
+        >>> hvd.alltoall(tf.fill([2], hvd.rank())).numpy()
+        array([0, 1], dtype=int32)
     """
     with conversion.refusing(name, process_set):
         (converted,) = conversion.tensors([tensor])
@@ -328,6 +362,9 @@ def join(*, process_set: ProcessSet = global_process_set) -> tf.Tensor:
 
     Returns:
         The last rank to join, the highest if several joined at once: an int32 scalar. See `collectives.join`.
+
+    Example:
+        >>> last = hvd.join()
     """
     last = _without_tensors("join", process_set)
     if tf.executing_eagerly():
@@ -337,7 +374,11 @@ def join(*, process_set: ProcessSet = global_process_set) -> tf.Tensor:
 
 @unconverted
 def barrier(process_set: ProcessSet = global_process_set) -> tf.Operation | None:
-    """Wait until every rank has called it; in a graph, returns the operation that does."""
+    """Wait until every rank has called it; in a graph, returns the operation that does.
+
+    Example:
+        >>> hvd.barrier()
+    """
     result = _without_tensors("barrier", process_set)
     return None if tf.executing_eagerly() else result.op
 
@@ -351,13 +392,22 @@ def _without_tensors(collective: str, process_set: ProcessSet) -> Any:
 
 @unconverted
 def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Whether a number of ranks is a power of two. Adasum supports any number of ranks here."""
+    """Whether a number of ranks is a power of two. Adasum supports any number of ranks here.
+
+    Example:
+        >>> hvd.check_num_rank_power_of_2(6)
+        False
+    """
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 @unconverted
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
-    """Whether TensorFlow has a GPU; the arguments are part of Horovod's interface."""
+    """Whether TensorFlow has a GPU; the arguments are part of Horovod's interface.
+
+    Example:
+        >>> gpu = hvd.gpu_available()
+    """
     return bool(tf.config.list_physical_devices("GPU"))
 
 

@@ -62,6 +62,9 @@ def DistributedOptimizer(
     Raises:
         InvalidArgumentError (a ValueError): an invalid argument, or the optimizer is wrapped already.
         InvalidTypeError: not an optimizer, or ``compression`` is not a compressor.
+
+    Example:
+        optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.01 * hvd.size()))
     """
     if isinstance(optimizer, _WrappedOptimizer):
         raise InvalidArgumentError(

@@ -29,25 +29,45 @@ _NOT_INITIALIZED, _UNKNOWN_SET = -1, -3
 
 @unconverted
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """The number of ranks when the graph runs, in a process set: an int32 scalar."""
+    """The number of ranks when the graph runs, in a process set: an int32 scalar.
+
+    Example:
+        >>> int(hvd.size_op()) == hvd.size()
+        True
+    """
     return query("members", process_set_id, name)
 
 
 @unconverted
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """This rank when the graph runs: an int32 scalar."""
+    """This rank when the graph runs: an int32 scalar.
+
+    Example:
+        >>> int(hvd.rank_op()) == hvd.rank()
+        True
+    """
     return query("rank", None, name)
 
 
 @unconverted
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """The number of ranks on this host when the graph runs: an int32 scalar."""
+    """The number of ranks on this host when the graph runs: an int32 scalar.
+
+    Example:
+        >>> int(hvd.local_size_op()) == hvd.local_size()
+        True
+    """
     return query("local_size", None, name)
 
 
 @unconverted
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """This rank among those of its host when the graph runs: an int32 scalar."""
+    """This rank among those of its host when the graph runs: an int32 scalar.
+
+    Example:
+        >>> int(hvd.local_rank_op()) == hvd.local_rank()
+        True
+    """
     return query("local_rank", None, name)
 
 
@@ -56,6 +76,10 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     """Whether this rank is in a process set when the graph runs: an int32 scalar, 1 or 0.
 
     -1 if `collectives.init` has not been called, -3 if there is no process set with that id.
+
+    Example:
+        >>> int(hvd.process_set_included_op())
+        1
     """
     return query("included", process_set_id, name)
 

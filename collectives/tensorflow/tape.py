@@ -86,6 +86,9 @@ def PartialDistributedGradientTape(
 
     Raises:
         InvalidArgumentError (a ValueError): not a layer, or not built; and all that `DistributedGradientTape` raises.
+
+    Example:
+        tape = hvd.PartialDistributedGradientTape(tape, local_layers=[model.layers[0]])
     """
     sources = local_weights(local_layers)
     tape: Any = _wrapped(gradtape, GradientOptions.of(locals()))

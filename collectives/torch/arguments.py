@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
@@ -15,7 +16,7 @@ from collectives.engine.handles import Handle
 from collectives.torch.autograd import tracks
 from collectives.torch.compiled import untraced
 from collectives.worlds.runtime import global_process_set, root_in, world_of
-from collectives.worlds.variants import like
+from collectives.worlds.variants import example, like
 from collectives.worlds.world import World
 
 Tensor = TypeVar("Tensor")
@@ -106,4 +107,6 @@ def begun(name: str, blocking: Callable[Arguments, Result]) -> Callable[Argument
         f"Begin `{name.replace('_async', '')}` and return a handle at once, for `synchronize` and `poll`. Not "
         f"differentiable.\n\nWhat it takes must not {'be used' if in_place else 'change'} until it is done."
     )
+    finished = re.sub(r"(hvd\..*\))$", r"hvd.synchronize(\1)", example(blocking, function, ""), flags=re.MULTILINE)
+    function.__doc__ += finished
     return function

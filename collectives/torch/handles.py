@@ -50,7 +50,14 @@ class Derived(Generic[Result]):
 
 @untraced
 def poll(handle: Handle | Derived) -> bool:
-    """Whether an operation is complete, so that `synchronize` of its handle returns at once."""
+    """Whether an operation is complete, so that `synchronize` of its handle returns at once.
+
+    Example:
+        >>> handle = hvd.allreduce_async(torch.ones(2))
+        >>> done = hvd.poll(handle)
+        >>> hvd.synchronize(handle)
+        tensor([1., 1.])
+    """
     return _a_handle(handle).poll()
 
 
@@ -65,6 +72,10 @@ def synchronize(handle: Handle[Result] | Derived[Result], timeout: float | None 
     Raises:
         CollectiveTimeoutError: ``timeout`` has passed; the operation goes on.
         MismatchError, RankFailedError: the operation failed; raised every time.
+
+    Example:
+        >>> hvd.synchronize(hvd.allreduce_async(torch.ones(2), op=hvd.Sum))
+        tensor([2., 2.])
     """
     return _a_handle(handle).wait(timeout)
 

@@ -43,6 +43,10 @@ def empty(
         InvalidTypeError: dimensions that are not ints, or a dtype that is not torch's.
         RuntimeError: as of torch: a gradient of a dtype that has none.
         MemoryError, ValueError: as of NumPy: no memory, or no address for so much.
+
+    Example:
+        >>> hvd.empty(2, 3, dtype=torch.bfloat16).shape
+        torch.Size([2, 3])
     """
     return _allocate(_dimensions(size), dtype, device, requires_grad)
 
@@ -53,7 +57,12 @@ def zeros(
     device: torch.device | str | None = None,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """A tensor of zeros, as ``torch.zeros``, in memory that peers can map; arguments and errors as of `empty`."""
+    """A tensor of zeros, as ``torch.zeros``, in memory that peers can map; arguments and errors as of `empty`.
+
+    Example:
+        >>> hvd.zeros(3)
+        tensor([0., 0., 0.])
+    """
     return _allocate(_dimensions(size), dtype, device, requires_grad, zero=True)
 
 
@@ -76,6 +85,10 @@ def empty_like(
     Raises:
         InvalidArgumentError: ``input`` is not on the CPU and ``device`` is not given.
         InvalidTypeError: ``input`` is not a tensor.
+
+    Example:
+        >>> hvd.empty_like(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
     """
     if not isinstance(input, torch.Tensor):
         raise InvalidTypeError(f"input: expected a torch.Tensor, got a {detection.describe(input)}")

@@ -64,6 +64,10 @@ def allgather(
 
     Raises:
         InvalidArgumentError (a ValueError): the tensor has no dimension; and all that `collectives.allgather` raises.
+
+    Example:
+        >>> hvd.allgather(torch.full((hvd.rank() + 1,), hvd.rank()))
+        tensor([0, 1, 1])
     """
     if is_compiling():
         return compiled.allgather(tensor, name, process_set, choices)
@@ -80,7 +84,12 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
     **choices: Unpack[Choices],
 ) -> list[Tensor]:
-    """`allgather` of several tensors as one grouped operation; the results in order. Differentiable."""
+    """`allgather` of several tensors as one grouped operation; the results in order. Differentiable.
+
+    Example:
+        >>> hvd.grouped_allgather([torch.tensor([hvd.rank()]), torch.ones(1)])
+        [tensor([0, 1]), tensor([1., 1.])]
+    """
     if is_compiling():
         return [allgather(tensor, name and f"{name}.{i}", process_set, **choices) for i, tensor in enumerate(tensors)]
     return _grouped_allgather(tensors, name, process_set, choices)
@@ -125,6 +134,10 @@ def broadcast(
 
     Raises:
         InvalidArgumentError (a ValueError): there is no such rank; and all that `collectives.broadcast` raises.
+
+    Example:
+        >>> hvd.broadcast(torch.tensor([hvd.rank(), 7]), root_rank=1)
+        tensor([1, 7])
     """
     root = root_in(process_set, root_rank, name)
     if is_compiling():
@@ -144,7 +157,12 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
     **choices: Unpack[Choices],
 ) -> Tensor:
-    """`broadcast` in place, also of a leaf that requires grad; returns the same tensor object. Not differentiable."""
+    """`broadcast` in place, also of a leaf that requires grad; returns the same tensor object. Not differentiable.
+
+    Example:
+        >>> hvd.broadcast_(torch.tensor([hvd.rank(), 7]), root_rank=1)
+        tensor([1, 7])
+    """
     if is_compiling():
         return compiled.stored(tensor, broadcast(tensor, root_rank, name, process_set, **choices))
     root = root_in(process_set, root_rank, name)
@@ -204,6 +222,10 @@ def alltoall(
     Raises:
         InvalidArgumentError (a ValueError): the tensor has no dimension, or the splits do not fit it; and all that
             `collectives.alltoall` raises.
+
+    Example:
+        >>> hvd.alltoall(torch.full((2,), hvd.rank()))
+        tensor([0, 1])
     """
     if is_compiling():
         rows, received = compiled.alltoall(tensor, splits, name, process_set, choices)
@@ -230,6 +252,11 @@ def alltoall_async(
     """Begin an `alltoall` and return a handle at once. Not differentiable.
 
     Its result is always the pair of the rows received and the number from each rank, as in Horovod.
+
+    Example:
+        >>> rows, counts = hvd.synchronize(hvd.alltoall_async(torch.full((2,), hvd.rank())))
+        >>> rows
+        tensor([0, 1])
     """
     world = world_of(process_set)
     handle = world.alltoall_async(tensor, _counts(splits, tensor, world.size), **world_options(choices, name))
@@ -241,13 +268,21 @@ def alltoall_async(
 
 @untraced
 def join(device: int = -1, *, process_set: ProcessSet = global_process_set) -> int:
-    """`collectives.join`; ``device`` is part of Horovod's interface and has no effect."""
+    """`collectives.join`; ``device`` is part of Horovod's interface and has no effect.
+
+    Example:
+        >>> last = hvd.join()
+    """
     return api.join(process_set=process_set)
 
 
 @untraced
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank has called it."""
+    """Return when every rank has called it.
+
+    Example:
+        >>> hvd.barrier()
+    """
     api.barrier(process_set=process_set)
 
 

@@ -95,6 +95,10 @@ def DistributedOptimizer(
         InvalidTypeError: ``compression`` is no compressor; or a parameter is a DTensor, on the meta device, or of a
             lazy module.
         NotInitializedError: before `init`.
+
+    Example:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     """
     if isinstance(optimizer, (GradientSteps, AdasumSteps)):
         raise ValueError("optimizer: expected a torch optimizer, got one that DistributedOptimizer has wrapped already")

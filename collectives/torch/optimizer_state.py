@@ -45,6 +45,12 @@ def broadcast_optimizer_state(
         InvalidTypeError: not an optimizer; or the root's state contains a sparse tensor, or cannot be pickled.
         MismatchError: the ranks' optimizers or roots differ; raised on every rank before anything is changed, and
             names the first difference.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1 * (hvd.rank() + 1))
+        >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        >>> optimizer.param_groups[0]["lr"]
+        0.1
     """
     label = "broadcast_optimizer_state"
     world, root, _ = agreed_root(label, root_rank, process_set, lambda: (None, layout(optimizer)))

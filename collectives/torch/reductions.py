@@ -84,6 +84,10 @@ def allreduce(
 
     Raises:
         InvalidArgumentError (a ValueError): both ``average`` and ``op``; and all that `collectives.allreduce` raises.
+
+    Example:
+        >>> hvd.allreduce(torch.tensor([hvd.rank(), 4.0]))
+        tensor([0.5000, 4.0000])
     """
     if is_compiling():
         how = operation(world_of(process_set), average, op, name), name, prescale_factor, postscale_factor
@@ -113,6 +117,10 @@ def allreduce_(
 
     Returns:
         The same tensor object: unchanged after a mismatch, undefined after a failure in mid-call.
+
+    Example:
+        >>> hvd.allreduce_(torch.tensor([hvd.rank(), 4.0]), op=hvd.Sum)
+        tensor([1., 8.])
     """
     if is_compiling():
         how = average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
@@ -137,6 +145,10 @@ def grouped_allreduce(
 
     Args:
         tensors: a list or tuple; the same number on every rank, in the same order; dtypes may be mixed.
+
+    Example:
+        >>> hvd.grouped_allreduce([torch.ones(2), torch.arange(3)], op=hvd.Sum)
+        [tensor([2., 2.]), tensor([0, 2, 4])]
     """
     if is_compiling():
         how = operation(world_of(process_set), average, op, name), name, prescale_factor, postscale_factor
@@ -161,7 +173,12 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
     **choices: Unpack[Choices],
 ) -> list[Tensor]:
-    """`grouped_allreduce` in place, as `allreduce_`; returns the same tensor objects."""
+    """`grouped_allreduce` in place, as `allreduce_`; returns the same tensor objects.
+
+    Example:
+        >>> hvd.grouped_allreduce_([torch.ones(2), torch.arange(3)], op=hvd.Sum)
+        [tensor([2., 2.]), tensor([0, 2, 4])]
+    """
     if is_compiling():
         how = average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
         results = grouped_allreduce(tensors, *how, **choices)
@@ -206,6 +223,10 @@ def reducescatter(
     Raises:
         InvalidArgumentError (a ValueError): the tensor has no dimension; and all that `collectives.reducescatter`
             raises.
+
+    Example:
+        >>> hvd.reducescatter(torch.ones(4), op=hvd.Sum)
+        tensor([2., 2.])
     """
     if is_compiling():
         how = operation(world_of(process_set), None, op, name), name, prescale_factor, postscale_factor
@@ -227,7 +248,12 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
     **choices: Unpack[Choices],
 ) -> Handle[Tensor]:
-    """Begin a `reducescatter` and return a handle at once. Not differentiable."""
+    """Begin a `reducescatter` and return a handle at once. Not differentiable.
+
+    Example:
+        >>> hvd.synchronize(hvd.reducescatter_async(torch.ones(4), op=hvd.Sum))
+        tensor([2., 2.])
+    """
     return world_of(process_set).reducescatter_async(
         tensor, **world_options(choices, name, op, prescale_factor, postscale_factor)
     )
@@ -244,7 +270,12 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     **choices: Unpack[Choices],
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors as one grouped operation; the results in order. Differentiable."""
+    """`reducescatter` of several tensors as one grouped operation; the results in order. Differentiable.
+
+    Example:
+        >>> hvd.grouped_reducescatter([torch.ones(4), torch.ones(2)], op=hvd.Sum)
+        [tensor([2., 2.]), tensor([2.])]
+    """
     if is_compiling():
         how = compression, op, process_set, prescale_factor, postscale_factor
         return [reducescatter(tensor, name and f"{name}.{i}", *how, **choices) for i, tensor in enumerate(tensors)]
@@ -264,7 +295,12 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
     **choices: Unpack[Choices],
 ) -> Handle[list[Tensor]]:
-    """Begin a `grouped_reducescatter`; one handle for all tensors. Not differentiable."""
+    """Begin a `grouped_reducescatter`; one handle for all tensors. Not differentiable.
+
+    Example:
+        >>> hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(4), torch.ones(2)], op=hvd.Sum))
+        [tensor([2., 2.]), tensor([2.])]
+    """
     options = world_options(choices, name, op, prescale_factor, postscale_factor)
     return world_of(process_set).grouped_reducescatter_async(tensors, **options)
 

@@ -39,6 +39,11 @@ def sparse_allreduce_async(
     Raises:
         InvalidArgumentError (a ValueError): another ``op``. InvalidTypeError: not a COO tensor. MismatchError, by the
             handle: the ranks' tensors do not match.
+
+    Example:
+        >>> gradient = torch.sparse_coo_tensor([[hvd.rank()]], [1.0], (3,))
+        >>> hvd.synchronize(hvd.sparse_allreduce_async(gradient, None, hvd.Sum)).to_dense()
+        tensor([1., 1., 0.])
     """
     world = world_of(process_set)
     with world.refusing(name):

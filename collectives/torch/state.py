@@ -42,6 +42,12 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
         InvalidTypeError: a sparse tensor, or one that is neither on the CPU nor on a GPU.
         MismatchError: the ranks' parameters or roots differ; raised on every rank before anything is changed, and
             names the first difference.
+
+    Example:
+        >>> weights = {"w": torch.full((2,), float(hvd.rank()))}
+        >>> hvd.broadcast_parameters(weights, root_rank=1)
+        >>> weights["w"]
+        tensor([1., 1.])
     """
     label = "broadcast_parameters"
 
@@ -69,6 +75,10 @@ def broadcast_object(
 
     Raises:
         InvalidTypeError: the object cannot be pickled.
+
+    Example:
+        >>> hvd.broadcast_object({"from": hvd.rank()}, root_rank=1)
+        {'from': 1}
     """
     return api.broadcast_object(obj, root_rank, name=name, process_set=process_set)
 
@@ -77,7 +87,12 @@ def broadcast_object(
 def allgather_object(
     obj: Object, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Object]:
-    """Gather the ranks' objects, as a list in rank order; arguments and errors as for `broadcast_object`."""
+    """Gather the ranks' objects, as a list in rank order; arguments and errors as for `broadcast_object`.
+
+    Example:
+        >>> hvd.allgather_object(hvd.rank())
+        [0, 1]
+    """
     return api.allgather_object(obj, name=name, process_set=process_set)
 
 

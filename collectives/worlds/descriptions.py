@@ -29,14 +29,24 @@ Tensor = TypeVar("Tensor")
 def allreduce(
     handles: HandleFactory, tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]
 ) -> Handle[Tensor]:
-    """See `collectives.allreduce`."""
+    """See `collectives.allreduce`.
+
+    Example:
+        >>> hvd.allreduce(np.array([hvd.rank(), 4.0]))
+        array([0.5, 4. ])
+    """
     return handles.allreduce(options, tensor, average, False)
 
 
 def allreduce_(
     handles: HandleFactory, tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]
 ) -> Handle[Tensor]:
-    """See `collectives.allreduce_`."""
+    """See `collectives.allreduce_`.
+
+    Example:
+        >>> hvd.allreduce_(np.array([hvd.rank(), 4.0]), op=hvd.Sum)
+        array([1., 8.])
+    """
     return handles.allreduce(options, tensor, average, True)
 
 
@@ -46,6 +56,10 @@ def grouped_allreduce(
     """`allreduce` of several tensors that are carried out, and complete, together.
 
     ``tensors`` is a list or tuple, equally long on every rank; dtypes may be mixed. Returns the results in order.
+
+    Example:
+        >>> hvd.grouped_allreduce([np.ones(2), np.arange(3)], op=hvd.Sum)
+        [array([2., 2.]), array([0, 2, 4])]
     """
     return handles.grouped(options, handles.allreduce, tensors, average, False)
 
@@ -57,6 +71,10 @@ def grouped_allreduce_(
 
     The tensors may share memory, as tied gradients do: each is reduced with the elements that it had when it was
     passed, and where they overlap the last one's result stands.
+
+    Example:
+        >>> hvd.grouped_allreduce_([np.ones(2), np.arange(3)], op=hvd.Sum)
+        [array([2., 2.]), array([0, 2, 4])]
     """
     return handles.grouped(options, handles.allreduce, tensors, average, True)
 
@@ -71,6 +89,10 @@ def reducescatter(
             each.
         op: as for `allreduce`, without Adasum.
         algorithm: "ring" or "direct".
+
+    Example:
+        >>> hvd.reducescatter(np.ones(4), op=hvd.Sum)
+        array([2., 2.])
     """
     return handles.reducescatter(options, tensor, op)
 
@@ -78,7 +100,12 @@ def reducescatter(
 def grouped_reducescatter(
     handles: HandleFactory, tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
 ) -> Handle[list[Tensor]]:
-    """`reducescatter` of several tensors that complete together; the results in order."""
+    """`reducescatter` of several tensors that complete together; the results in order.
+
+    Example:
+        >>> hvd.grouped_reducescatter([np.ones(4), np.ones(2)], op=hvd.Sum)
+        [array([2., 2.]), array([2.])]
+    """
     return handles.grouped(options, handles.reducescatter, tensors, op)
 
 
@@ -90,6 +117,10 @@ def allgather(handles: HandleFactory, tensor: Tensor, **options: Unpack[CallOpti
         algorithm: "ring" or "direct".
 
     Returns a new tensor of shape ``(sum of all rows, ...)``.
+
+    Example:
+        >>> hvd.allgather(np.full(hvd.rank() + 1, hvd.rank()))
+        array([0, 1, 1])
     """
     return handles.allgather(options, tensor)
 
@@ -97,7 +128,12 @@ def allgather(handles: HandleFactory, tensor: Tensor, **options: Unpack[CallOpti
 def grouped_allgather(
     handles: HandleFactory, tensors: Sequence[Tensor], **options: Unpack[CallOptions]
 ) -> Handle[list[Tensor]]:
-    """`allgather` of several tensors that complete together; the results in order."""
+    """`allgather` of several tensors that complete together; the results in order.
+
+    Example:
+        >>> hvd.grouped_allgather([np.array([hvd.rank()]), np.ones(1)])
+        [array([0, 1]), array([1., 1.])]
+    """
     return handles.grouped(options, handles.allgather, tensors)
 
 
@@ -108,6 +144,10 @@ def broadcast(handles: HandleFactory, tensor: Tensor, root_rank: int, **options:
         tensor: equal shape and dtype on every rank; its elements matter on the root only. Left unchanged.
         root_rank: the root's number among all ranks; equal on every rank.
         algorithm: "ring", "direct", "one-shot" or "recursive-doubling".
+
+    Example:
+        >>> hvd.broadcast(np.array([hvd.rank(), 7]), root_rank=1)
+        array([1, 7])
     """
     return handles.broadcast(options, tensor, root_rank, False)
 
@@ -121,6 +161,10 @@ def broadcast_(
 
     Raises:
         InvalidArgumentError: the tensor is read-only, also on the root.
+
+    Example:
+        >>> hvd.broadcast_(np.array([hvd.rank(), 7]), root_rank=1)
+        array([1, 7])
     """
     return handles.broadcast(options, tensor, root_rank, True)
 
@@ -128,14 +172,24 @@ def broadcast_(
 def grouped_broadcast(
     handles: HandleFactory, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
 ) -> Handle[list[Tensor]]:
-    """`broadcast` of several tensors that complete together; the results in order."""
+    """`broadcast` of several tensors that complete together; the results in order.
+
+    Example:
+        >>> hvd.grouped_broadcast([np.array([hvd.rank()]), np.ones(2)], root_rank=1)
+        [array([1]), array([1., 1.])]
+    """
     return handles.grouped(options, handles.broadcast, tensors, root_rank, False)
 
 
 def grouped_broadcast_(
     handles: HandleFactory, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
 ) -> Handle[list[Tensor]]:
-    """`grouped_broadcast` in place; returns the tensors themselves, which may share memory."""
+    """`grouped_broadcast` in place; returns the tensors themselves, which may share memory.
+
+    Example:
+        >>> hvd.grouped_broadcast_([np.array([hvd.rank()]), np.ones(2)], root_rank=1)
+        [array([1]), array([1., 1.])]
+    """
     return handles.grouped(options, handles.broadcast, tensors, root_rank, True)
 
 
@@ -174,5 +228,9 @@ def alltoall(
         algorithm: "direct".
 
     Returns a new tensor of the rows received; with ``splits`` also their number from each rank, as an int64 array.
+
+    Example:
+        >>> hvd.alltoall(np.full(2, hvd.rank()))
+        array([0, 1])
     """
     return handles.alltoall(options, tensor, splits)

@@ -182,6 +182,10 @@ def local_world(size: int) -> Iterator[LocalWorld]:
     Raises:
         InvalidTypeError, InvalidArgumentError: no number of ranks; `init` has been called; or there is a local world
             already.
+
+    Example:
+        with collectives.local_world(4) as world:
+            results = world.run(train)
     """
     try:
         size = int(size.__index__())

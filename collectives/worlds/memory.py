@@ -37,13 +37,22 @@ def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike =
         InvalidArgumentError: a negative dimension.
         InvalidTypeError: a shape that is no number and no sequence of numbers, or a dtype of Python objects.
         MemoryError, ValueError: as of NumPy, if there is no private memory either, or no address for so much.
+
+    Example:
+        >>> hvd.empty((2, 3), np.float32).shape
+        (2, 3)
     """
     sizes, kind = _dimensions(shape), _plain(dtype)
     return arena.empty(sizes, kind)
 
 
 def zeros(shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike = float) -> npt.NDArray[Any]:
-    """An array of zeros, as ``numpy.zeros``, in memory that peers can map; arguments and errors as of `empty`."""
+    """An array of zeros, as ``numpy.zeros``, in memory that peers can map; arguments and errors as of `empty`.
+
+    Example:
+        >>> hvd.zeros(3)
+        array([0., 0., 0.])
+    """
     sizes, kind = _dimensions(shape), _plain(dtype)
     if not kind.itemsize:
         return np.zeros(sizes, kind)
@@ -70,6 +79,10 @@ def empty_like(
     Raises:
         InvalidTypeError: not a tensor in host memory.
         InvalidArgumentError, InvalidTypeError, MemoryError, ValueError: as `empty`.
+
+    Example:
+        >>> hvd.empty_like(np.ones((2, 3))).shape
+        (2, 3)
     """
     like = _host_memory(prototype, "prototype")
     return empty(like.shape if shape is None else shape, like.dtype if dtype is None else dtype)
@@ -84,6 +97,10 @@ def is_mapped(tensor: Any) -> bool:
 
     Raises:
         InvalidTypeError: not a tensor.
+
+    Example:
+        >>> hvd.is_mapped(np.ones(5000)), hvd.is_mapped(hvd.empty(5000))
+        (False, True)
     """
     if arrays.on_device(tensor):
         return False

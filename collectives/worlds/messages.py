@@ -66,6 +66,13 @@ class Messages:
                 message is small, or travels through MPI, only the receiver raises.
             RankFailedError: a rank has failed or died, or the receiver has shut down.
             CollectiveTimeoutError: the receiver has not called `recv` within COLLECTIVES_TIMEOUT; the world has failed.
+
+        Example:
+            >>> peer = 1 - hvd.rank()
+            >>> handle = hvd.irecv(None, peer)
+            >>> hvd.send(np.arange(3), peer)
+            >>> handle.wait()
+            array([0, 1, 2])
         """
         plain = not options and self._is_plain(tensor, dst, tag)
         message = self._delivery.send_at_once(tensor, dst, tag) if plain else False
@@ -86,6 +93,13 @@ class Messages:
 
         Returns a handle, with `wait` and `poll`. The tensor must not change until it is done: at once, where this rank
         sends to itself. Meanwhile it may be read, and sent by other calls.
+
+        Example:
+            >>> peer = 1 - hvd.rank()
+            >>> handle = hvd.isend(np.arange(3), peer, tag=7)
+            >>> hvd.recv(None, peer, tag=7)
+            array([0, 1, 2])
+            >>> handle.wait()
         """
         refuse_unknown(options, MessageOptions)
         message, view = self._outgoing(tensor, dst, tag, options.get("stream"))
@@ -152,6 +166,12 @@ class Messages:
                 names sender, tag, what was expected and what was found. The message is gone, and the tensor unchanged.
             RankFailedError: a rank has failed or died, or the sender has shut down.
             CollectiveTimeoutError: no message has come within COLLECTIVES_TIMEOUT; the world has failed.
+
+        Example:
+            >>> peer = 1 - hvd.rank()
+            >>> handle = hvd.isend(np.arange(3), peer)
+            >>> hvd.recv(None, peer)
+            array([0, 1, 2])
         """
         array: Any = tensor
         if not options and self._is_plain(array, src, tag) and self._delivery.receive_at_once(array, src, tag):
@@ -185,6 +205,13 @@ class Messages:
         Returns a handle as `isend` does, whose result is that of `recv`, and whose ``status`` tells what was received.
         The tensor may not be used until it is done. Receives that fit the same message get theirs in the order of the
         calls.
+
+        Example:
+            >>> peer = 1 - hvd.rank()
+            >>> handle = hvd.irecv(None, peer)
+            >>> hvd.send(np.arange(3), peer)
+            >>> handle.wait()
+            array([0, 1, 2])
         """
         posted, finish, writes = self._posted(tensor, src, tag, options, IreceiveOptions)
         fence = finish if isinstance(finish, _ToDevice) else None
@@ -253,6 +280,11 @@ class Messages:
 
         Returns:
             What `recv` returns.
+
+        Example:
+            >>> peer = 1 - hvd.rank()
+            >>> hvd.sendrecv(np.arange(3), peer, None, peer)
+            array([0, 1, 2])
         """
         array: Any = into
         transfers, delivery, expected = self._transfers, self._delivery, tag if recv_tag is None else recv_tag

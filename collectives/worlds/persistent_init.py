@@ -30,7 +30,7 @@ from collectives.transport.base import Array
 from collectives.worlds import descriptions as describe
 from collectives.worlds.operations import Operations
 from collectives.worlds.persistent import BoundOperation, PersistentOperation, RebuiltOperation
-from collectives.worlds.variants import documented, like
+from collectives.worlds.variants import documented, example, like
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,6 +65,7 @@ def persistent(
     method: Callable[..., Any] = like(describe, call, f"{name}_init", GenericAlias(PersistentOperation, (result,)))
     single = name.removeprefix("grouped_")
     method.__doc__ = f"`{single}_init` of several tensors that are carried out, and complete, together."
+    method.__doc__ += example(describe, method, "()")
     return method
 
 
@@ -106,6 +107,16 @@ class PersistentInit:
         Raises:
             InvalidTypeError: a tensor that never changes, as of JAX and TensorFlow.
             MismatchError: the ranks' calls differ, or a rank has joined.
+
+        Example:
+            >>> gradient = np.zeros(2)
+            >>> with hvd.allreduce_init(gradient) as operation:
+            ...     for step in range(3):
+            ...         gradient[:] = hvd.rank(), step
+            ...         operation.start()
+            ...         mean = operation.wait()
+            >>> mean
+            array([0.5, 2. ])
         """
         if out is None or out is tensor:
 

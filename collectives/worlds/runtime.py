@@ -80,6 +80,9 @@ def init(
         CollectiveTimeoutError: not every rank has called in time.
         RankFailedError: a rank raised in the middle of its `init`.
         ForkedProcessError: this process was started by a rank, and is not a rank itself.
+
+    Example:
+        >>> hvd.init()
     """
     asked = check_asked(comm, rendezvous, store, rank, size)
     if isinstance(process_sets, str):
@@ -346,6 +349,13 @@ def add_process_set(process_set: ProcessSet | Iterable[int], *, unlike: bool = F
         InvalidArgumentError: there are no such ranks, or the set was added already, or a duplicate is refused.
         NotImplementedError: it was made of a communicator, which only `init` takes.
         MismatchError: the ranks' sets differ.
+
+    Example:
+        >>> alone = hvd.add_process_set([0])
+        >>> alone.included() == (hvd.rank() == 0)
+        True
+        >>> hvd.remove_process_set(alone)
+        True
     """
     root = world()
     try:
@@ -368,6 +378,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Raises:
         MismatchError: the ranks' sets differ; all of them stay.
+
+    Example:
+        >>> hvd.remove_process_set(hvd.add_process_set([0]))
+        True
     """
     if not process_set.process_set_id:
         return False
@@ -382,6 +396,10 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     Args:
         file_path: rank 0's is the file of all ranks; ``collectives.launch.timeline_report`` draws a report from it.
         mark_cycles: whether to mark every negotiation round.
+
+    Example:
+        >>> hvd.start_timeline("run.json")
+        >>> hvd.stop_timeline()
     """
     world().start_timeline(file_path, mark_cycles)
 

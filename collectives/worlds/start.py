@@ -51,6 +51,9 @@ def run(
         RankFailedError: a rank raised, or ended without returning; has the traceback of the first failure.
         CollectiveTimeoutError: ``timeout`` has passed.
         MissingDependencyError: cloudpickle is not installed.
+
+    Example:
+        means = collectives.run(train, args=["/data"], np=4)
     """
     if np is not None and num_proc is not None and np != num_proc:
         raise InvalidArgumentError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -43,7 +44,7 @@ def begun(
     in_place = describe.__name__[len(plain) :]
     method: Callable[..., Any] = like(describe, call, f"{plain}_async{in_place}", describe.__annotations__["return"])
     handle = "one handle for all tensors" if plain.startswith("grouped") else "a handle, with `wait` and `poll`"
-    method.__doc__ = f"Begin `{describe.__name__}` and return at once: {handle}."
+    method.__doc__ = f"Begin `{describe.__name__}` and return at once: {handle}." + example(describe, method, ".wait()")
     return method
 
 
@@ -58,11 +59,19 @@ def like(described: Callable[..., Any], call: Function, name: str, returns: Any)
     return call
 
 
+def example(described: Callable[..., Any], variant: Callable[..., Any], then: str) -> str:
+    """The end of a variant's documentation: the described function's example, whose result is had by ``then``."""
+    _, _, lines = (inspect.getdoc(described) or "").partition("\nExample:\n")
+    call = re.compile(rf"hvd\.{described.__name__}\((.*)\)$", re.MULTILINE)
+    return "\n\nExample:\n" + call.sub(rf"hvd.{variant.__name__}(\1){then}", lines)
+
+
 def documented(text: str | None) -> Callable[[Function], Function]:
-    """Give a function this documentation."""
+    """Give a function this documentation; the example of the one that it has stays."""
 
     def decorate(function: Function) -> Function:
-        function.__doc__ = text
+        _, heading, lines = (function.__doc__ or "").partition("\n\nExample:\n")
+        function.__doc__ = inspect.cleandoc(text or "") + heading + lines
         return function
 
     return decorate

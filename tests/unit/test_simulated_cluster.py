@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from math import inf, log2
@@ -438,32 +436,9 @@ def test_traces_of_all_ranks_are_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert "3 traces" in capsys.readouterr().out
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
-BLOCKS = re.findall(
-    r"(?:<!-- test: file (\S+): ([^\n]*) -->\n)?^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
-)
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block[2].split("--")[0].strip())
-def test_the_pages_commands_run_as_they_stand(
-    block: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *sys.path])
-    file, text, commands = block
-    if "torch" in text:
-        pytest.importorskip("torch")
-    if file:
-        Path(file).write_text(text)
-    for command in commands.splitlines():
-        words = shlex.split(command)
-        assert words[:2] == ["collectives", "simulate"] and main(words[2:]) == 0
-        assert capsys.readouterr().out.strip(), command
-
-
-def test_the_page_lists_every_cluster_and_every_block_is_a_command() -> None:
-    assert all(f"`{name}`" in PAGE for name in topology.CLUSTERS)
-    assert len(BLOCKS) == PAGE.count("```") // 2 > 6
+def test_the_page_lists_every_cluster() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    assert all(f"`{name}`" in page for name in topology.CLUSTERS)
 
 
 def test_constants_are_found_again_in_times_that_follow_from_them() -> None:

@@ -1,0 +1,137 @@
+"""Gather the site's pages: those of docs/, the guide and the changelog, and those generated from the source."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import griffe
+
+from collectives.tools.command import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PAGES, SITE = ROOT / "build" / "pages", ROOT / "build" / "site"
+SHIM = "https://unpkg.com/iframe-worker/shim"
+COPIED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+"""Pages from outside of docs/, by their names in the site."""
+MODULES = {
+    "collectives": "collectives",
+    "torch": "collectives.torch",
+    "tensorflow": "collectives.tensorflow",
+    "tensorflow-keras": "collectives.tensorflow.keras",
+    "keras": "collectives.keras",
+    "jax": "collectives.jax",
+    "elastic": "collectives.elastic",
+    "ray": "collectives.ray",
+    "spark": "collectives.spark",
+    "dask": "collectives.dask",
+    "notebook": "collectives.notebook",
+}
+"""The pages of the reference, and the module that each describes."""
+CONVENTION = "The examples are of two ranks, after `import {} as hvd` and `hvd.init()`, where the module has it."
+COMMAND_LINES = ("collectivesrun", *(f"collectives {command}" for command in COMMANDS if command != "run"))
+LINK = re.compile(r"(\]\()(?!\w+:|#)([^)\s#]+)")
+
+
+def relinked(text: str, page: Path, target: str) -> str:
+    """A page whose links to files of the repository lead to their copies in the site, which are made here."""
+
+    def link(match: re.Match[str]) -> str:
+        file = Path(os.path.normpath(page.parent / match[2])).relative_to(ROOT)
+        if file.parts[0] == "docs":
+            goal = Path(*file.parts[1:])
+        elif str(file) in COPIED:
+            goal = Path(COPIED[str(file)])
+        elif (ROOT / file).is_file():
+            goal = "files" / file.with_name(f"{file.name}.txt")
+            (PAGES / goal).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / file, PAGES / goal)
+        else:
+            raise SystemExit(f"{page}: the link to {match[2]} leads to no file")
+        return match[1] + os.path.relpath(goal, Path(target).parent)
+
+    return LINK.sub(link, text)
+
+
+def reference() -> dict[str, str]:
+    """A page for each public module, with an entry for each name that it defines itself."""
+    package = griffe.load(
+        "collectives",
+        search_paths=[str(ROOT)],
+        resolve_aliases=True,
+        extensions=griffe.load_extensions("unpack_typeddict", ROOT / "website" / "runtime.py"),
+    )
+    pages, shared = {}, set(entries(package).values())
+    for page, path in MODULES.items():
+        module = package[path.removeprefix("collectives.")] if path != "collectives" else package
+        names = entries(module)
+        same = [name for name, where in names.items() if module is not package and where in shared]
+        text = f"# `{path}`\n\n{module.docstring.value if module.docstring else ''}\n\n{CONVENTION.format(path)}\n\n"
+        if same:
+            text += f"Unchanged from [`collectives`](collectives.md): {', '.join(f'`{name}`' for name in same)}.\n\n"
+        text += "\n".join(f"::: {path}.{name}\n" for name in sorted(names.keys() - set(same), key=str.swapcase))
+        pages[f"reference/{page}.md"] = text
+    return pages
+
+
+def entries(module: griffe.Module) -> dict[str, str]:
+    """The functions and classes of the package among a module's public names: where each is defined, by name."""
+    found = {}
+    for name, member in sorted(module.members.items()):
+        with suppress(griffe.AliasResolutionError):  # of another package
+            target = member.final_target if isinstance(member, griffe.Alias) else member
+            public = member.is_public or not all(isinstance(each, str) for each in module.exports or ())
+            if public and not name.startswith("_") and isinstance(target, griffe.Function | griffe.Class):
+                found[name] = target.path
+    return {name: path for name, path in found.items() if path.startswith("collectives.")}
+
+
+def commands() -> str:
+    """The command lines, as their ``--help`` shows them."""
+    sections = []
+    for command in COMMAND_LINES:
+        program, *arguments = command.split()
+        help_text = subprocess.run(
+            [str(Path(sys.executable).parent / program), *arguments, "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "COLUMNS": "100"},
+        ).stdout
+        sections.append(f"## `{command}`\n\n```text\n{help_text}```\n")
+    return "# Command lines\n\n" + "\n".join(sections)
+
+
+def gather() -> None:
+    """Write all pages to build/pages."""
+    shutil.rmtree(PAGES, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", PAGES)
+    for asset in ("site.css", "worker.js"):
+        shutil.copyfile(ROOT / "website" / asset, PAGES / asset)
+    texts = {str(page.relative_to(PAGES)): page.read_text() for page in PAGES.rglob("*.md")}
+    texts |= {target: (ROOT / source).read_text() for source, target in COPIED.items()}
+    texts |= reference() | {"reference/commands.md": commands()}
+    sources = {target: ROOT / source for source, target in COPIED.items()}
+    for target, text in texts.items():
+        (PAGES / target).parent.mkdir(exist_ok=True)
+        page = sources.get(target, ROOT / "docs" / target)
+        (PAGES / target).write_text(relinked(text, page, target))
+
+
+def build() -> int:
+    """Gather the pages and build the site; returns the exit code."""
+    gather()
+    zensical = [str(Path(sys.executable).parent / "zensical"), "build", "--strict", "--clean"]
+    code = subprocess.run(zensical, cwd=ROOT).returncode
+    for page in SITE.rglob("*.html"):  # the generator would load this script from the network
+        page.write_text(page.read_text().replace(SHIM, os.path.relpath(SITE / "worker.js", page.parent)))
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(build())

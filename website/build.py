@@ -7,12 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import griffe
 
+from collectives.tools import drawing
 from collectives.tools.command import COMMANDS
+from website import codes
 
 ROOT = Path(__file__).parents[1]
 PAGES, SITE = ROOT / "build" / "pages", ROOT / "build" / "site"
@@ -35,7 +38,25 @@ MODULES = {
 """The pages of the reference, and the module that each describes."""
 CONVENTION = "The examples are of two ranks, after `import {} as hvd` and `hvd.init()`, where the module has it."
 COMMAND_LINES = ("collectivesrun", *(f"collectives {command}" for command in COMMANDS if command != "run"))
+PLACEHOLDER = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)\s#]+)")
+
+
+GENERATORS: dict[str, Callable[..., str]] = {
+    "stepper": lambda algorithm, collective, ranks: drawing.page_element(collective, algorithm, int(ranks)),
+    "algorithms-table": drawing.table,
+}
+"""What replaces ``<!-- generated: NAME ARGUMENTS -->`` on a line of its own."""
+
+
+def filled(text: str) -> str:
+    """A page with its placeholders replaced."""
+
+    def generated(match: re.Match[str]) -> str:
+        name, *arguments = match[1].split()
+        return GENERATORS[name](*arguments)
+
+    return PLACEHOLDER.sub(generated, text)
 
 
 def relinked(text: str, page: Path, target: str) -> str:
@@ -115,12 +136,12 @@ def gather() -> None:
         shutil.copyfile(ROOT / "website" / asset, PAGES / asset)
     texts = {str(page.relative_to(PAGES)): page.read_text() for page in PAGES.rglob("*.md")}
     texts |= {target: (ROOT / source).read_text() for source, target in COPIED.items()}
-    texts |= reference() | {"reference/commands.md": commands()}
+    texts |= codes.pages() | reference() | {"reference/commands.md": commands()}
     sources = {target: ROOT / source for source, target in COPIED.items()}
     for target, text in texts.items():
         (PAGES / target).parent.mkdir(exist_ok=True)
         page = sources.get(target, ROOT / "docs" / target)
-        (PAGES / target).write_text(relinked(text, page, target))
+        (PAGES / target).write_text(filled(relinked(text, page, target)))
 
 
 def build() -> int:

@@ -114,3 +114,15 @@ def test_the_search_works_where_the_site_is_a_folder(words: str, expected: str, 
     finally:
         page.unlink()
     assert title and expected in title[1]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+def test_the_first_page_steps_through_a_ring(tmp_path: Path) -> None:
+    page = SITE / f"steps-{os.getpid()}.html"
+    click = '<script>document.querySelectorAll(".collectives-steps button")[1].click()</script></body>'
+    page.write_text((SITE / "index.html").read_text().replace("</body>", click))
+    try:
+        dom = shown(page, tmp_path)
+    finally:
+        page.unlink()
+    assert re.findall(r'<li class="now">.*?<strong>(.*?)</strong>', dom, re.DOTALL) == ["Round 0"]

@@ -35,7 +35,7 @@ From a schedule to the bytes: `schedules.schedule` defines the four steps; `plan
 memory and every exchange a wait; `plan.binder` makes a closure of each step and `plan.executor` runs them, segment by
 segment, rounds overlapping; `transport.host.shared_memory` (windows), `transport.host.direct_read` (process_vm_readv)
 and `transport.mpi.mpi_groups` (messages) move the bytes, `tensors.reduction` adds them. The tests prove the
-schedules (`tests/support/schedules/verify.py`).
+schedules (`schedules/proof/verify.py`).
 
 Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
 Distrib. Comput. 69 (2009); made popular for deep learning by Baidu's allreduce (2017).

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from collectives.schedules import direct
+from collectives.schedules.proof.replay import replay
 from collectives.schedules.schedule import StepKind
-from tests.support.schedules.replay import replay
 
 
 def test_peers_are_met_in_turn() -> None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from collectives import ring
 from collectives.schedules import direct, hierarchical
+from collectives.schedules.proof.races import races
+from collectives.schedules.proof.verify import verify
 from collectives.schedules.schedule import Schedule
 from collectives.simulation.clock import simulate
 from collectives.simulation.links import Network
-from tests.support.schedules.races import races
-from tests.support.schedules.verify import verify
 
 Hosts = tuple[tuple[int, ...], ...]
 

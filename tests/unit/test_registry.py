@@ -12,10 +12,10 @@ import pytest
 from collectives.base.config import ALGORITHMS
 from collectives.schedules import registry
 from collectives.schedules.algorithm import Algorithm
+from collectives.schedules.proof.races import races
+from collectives.schedules.proof.replay import replay
+from collectives.schedules.proof.verify import verify
 from collectives.schedules.schedule import Schedule, Step, StepKind
-from tests.support.schedules.races import races
-from tests.support.schedules.replay import replay
-from tests.support.schedules.verify import verify
 
 REGISTERED = [
     registry.find(collective, name)

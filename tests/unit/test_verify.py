@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from collectives.schedules.algorithm import Algorithm
+from collectives.schedules.proof.races import races
+from collectives.schedules.proof.replay import replay
+from collectives.schedules.proof.verify import ScheduleError, verify
 from collectives.schedules.schedule import Round, Schedule, Step, StepKind, receive, send
-from tests.support.schedules.races import races
-from tests.support.schedules.replay import replay
-from tests.support.schedules.verify import ScheduleError, verify
 from tests.unit.test_registry import WITH_SCHEDULE, name, schedules
 
 HOSTS = [*((tuple(range(size)),) for size in range(1, 6)), ((0, 1), (2, 3)), ((0,), (1, 2)), ((3, 0), (1, 2))]

@@ -2,7 +2,7 @@
 
 The value of a chunk is the set of ranks whose contributions are in it, kept as the bits of an integer, so that a union
 is an ``or``, and a contribution that would count twice is an overlap. `verify` proves that a collective has the result
-that it is defined to have; `tests.support.schedules.races` finds memory that is read too early or too late.
+that it is defined to have; `collectives.schedules.proof.races` finds memory that is read too early or too late.
 
     round      rank 0                        rank 1                        values of chunk 0 after the round
     start                                                                  rank 0: {0}     rank 1: {1}
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from collectives.schedules.schedule import Schedule, Step, StepKind
 
 
-class ScheduleError(AssertionError):
+class ScheduleError(ValueError):
     """A schedule is wrong; the message names the algorithm, the size, the round, the rank and the chunk."""
 
 
@@ -35,10 +35,19 @@ def verify(schedules: Sequence[Schedule]) -> None:
     Raises:
         ScheduleError: one of these does not hold.
     """
+    held_values(schedules)
+
+
+def held_values(schedules: Sequence[Schedule]) -> list[list[dict[int, int]]]:
+    """`verify`, and what each rank holds before the first round and after each: ``[round][rank][chunk]``, as the bits
+    of the ranks whose contributions are in it."""
     machine = _Machine(schedules)
+    history = [[dict(chunks) for chunks in machine.held]]
     for number in range(len(schedules[0].rounds)):
         machine.run(number)
+        history.append([dict(chunks) for chunks in machine.held])
     machine.finish()
+    return history
 
 
 class _Machine:

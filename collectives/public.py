@@ -4,6 +4,7 @@
 """
 # ruff: noqa: F403, F405  (``__all__`` is the list)
 
+from collectives.algorithms import register_algorithm
 from collectives.api import *
 from collectives.base.config import Config
 from collectives.base.errors import *
@@ -106,6 +107,7 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "reducescatter_init",
+    "register_algorithm",
     "remove_process_set",
     "run",
     "send",

@@ -8,14 +8,18 @@ this package takes precedence.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
+import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.interchange import exchangeable
-from collectives.schedules import registry
+from collectives.schedules import registration, registry
+from collectives.schedules.mscclpp import from_mscclpp
+from collectives.schedules.proof.verify import ScheduleError
 
 ALGORITHMS = ("auto", *registry.NAMES)
 TRANSPORTS = ("auto", "window", "mapped", "direct-read", "mpi")
@@ -103,6 +107,31 @@ def parse_bool(text: str) -> bool:
     return word in ("1", "true", "yes", "on")
 
 
+@functools.cache
+def _register_from(file: str) -> str:
+    """Register what a file has: a program in Python, or a plan of MSCCL++; the plan's name, else nothing."""
+    try:
+        if file.endswith(".json"):
+            plan = from_mscclpp(file)
+            return registration.register(plan.collective, plan.name, plan.build, plan.sizes).name
+        runpy.run_path(file)
+    except (OSError, ScheduleError, SyntaxError) as error:
+        raise InvalidArgumentError(f"algorithm of {file}: {error}") from error
+    return ""
+
+
+def parse_algorithm(text: str) -> str:
+    """An algorithm's name, as ranks compare it; of the package, registered, or ``FILE.py:NAME`` or ``FILE.json``."""
+    file, _, name = text.rpartition(":") if ".json" not in text else (text, "", "")
+    name = (_register_from(os.path.abspath(file)) if file else "") or name
+    if name not in ("auto", *registry.names()):
+        raise ValueError(text)
+    return registry.signed(name)
+
+
+parse_algorithm.__doc__ = f"one of {', '.join(ALGORITHMS)}, one registered before init(), or FILE.py:NAME or FILE.json"
+
+
 def _choice(*words: str) -> Callable[[str], str]:
     return parser(str, "one of " + ", ".join(words), words.__contains__)
 
@@ -184,7 +213,7 @@ def _setting(
 class Config:
     """All settings of the environment and of ``init()``. Sizes in bytes, times in seconds (except ``cycle_time``)."""
 
-    algorithm: str = _setting("COLLECTIVES_ALGORITHM", "auto", _choice(*ALGORITHMS))
+    algorithm: str = _setting("COLLECTIVES_ALGORITHM", "auto", parse_algorithm)
     """The algorithm of every operation that supports it; ``auto``: the planner chooses."""
     transport: str = _setting("COLLECTIVES_TRANSPORT", "auto", _choice(*TRANSPORTS, "tcp"))
     """The transport between ranks on one host; ``auto``: the planner chooses. ``mpi`` and ``tcp``: messages."""
@@ -303,6 +332,8 @@ def stated_settings(environment: Mapping[str, str]) -> dict[str, Any]:
                 continue
             try:
                 value = parse(text)
+            except InvalidArgumentError:
+                raise
             except (ValueError, IndexError):
                 raise InvalidArgumentError(f"{variable}={text!r}: expected {parse.__doc__}") from None
             if value is not None:

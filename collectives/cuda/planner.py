@@ -103,7 +103,7 @@ class DevicePlanner:
         """
         names = registry.on_gpu(collective)
         native = native and registry.NATIVE in names
-        forced = planner.forced_algorithm(collective, algorithm, names, " of GPU tensors")
+        forced = planner.forced_algorithm(collective, algorithm, names, self._placement.hosts, " of GPU tensors")
         chosen, why_transport = self._medium(collective, nbytes, forced, transport, native)
         if chosen == "host" and not (forced and forced.native):
             return DeviceChoice(forced.name if forced else "auto", "host", why=why_transport)

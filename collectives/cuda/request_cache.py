@@ -22,6 +22,7 @@ from collectives.engine.host_requests import HostRequestCache, fusion_key
 from collectives.engine.negotiation import Request
 from collectives.engine.request_cache import CachedRequest, RequestCache
 from collectives.plan.planner import Planner
+from collectives.schedules import registry
 from collectives.tensors.cuda_tensors import DeviceView
 
 
@@ -114,7 +115,7 @@ class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
             dtype=dtypes.name(dtype),
             device="cuda",
             wire=None if wire in (None, dtype) else dtypes.name(wire),
-            algorithm=options.algorithm,
+            algorithm=options.algorithm and registry.signed(options.algorithm, host.request.collective),
             transport=options.transport,
         )
         entry = CachedDeviceRequest(request, self._planner, host, dtype if wire is None else wire)

@@ -20,6 +20,7 @@ from collectives.engine.request_cache import CachedRequest, Reduce, RequestCache
 from collectives.plan.builder import Plans
 from collectives.plan.plan import Plan
 from collectives.plan.planner import Choice, Placement, Planner
+from collectives.schedules import registry
 from collectives.tensors import reduction
 from collectives.tensors.arrays import View
 from collectives.transport.base import Array
@@ -265,7 +266,7 @@ def _request(collective: str, view: View, options: Options) -> Request:
         options.name,
         dtypes.name(view.dtype),
         view.shape,
-        algorithm=options.algorithm,
+        algorithm=options.algorithm and registry.signed(options.algorithm, collective),
         transport=options.transport,
     )
 

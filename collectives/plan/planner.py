@@ -108,22 +108,31 @@ _AS_ASKED = "algorithm as asked for"
 
 
 def forced_algorithm(
-    collective: str, algorithm: str | None, names: Sequence[str], tensors: str = ""
+    collective: str,
+    algorithm: str | None,
+    names: Sequence[str],
+    hosts: Sequence[Sequence[int]],
+    tensors: str = "",
 ) -> Algorithm | None:
     """The algorithm that a call forces, or None where it leaves the choice to the planner.
 
     Args:
         names: of the algorithms to choose from.
+        hosts: the ranks on each host.
         tensors: which tensors these are for, for the message.
 
     Raises:
-        InvalidArgumentError: it is not among ``names``.
+        InvalidArgumentError: it is not among ``names``, or does not serve so many ranks.
     """
     if algorithm in (None, "auto"):
         return None
+    algorithm = registry.unsigned(algorithm)
     if algorithm not in names:
         raise InvalidArgumentError(f"algorithm={algorithm!r}: {collective}{tensors} has {', '.join(names)}")
-    return registry.find(collective, algorithm)
+    chosen = registry.find(collective, algorithm)
+    if chosen.why_not(hosts):
+        raise InvalidArgumentError(f"{collective}: {chosen.why_not(hosts)}")
+    return chosen
 
 
 class Planner:
@@ -150,7 +159,7 @@ class Planner:
         self.placement = placement
         self.crossovers = crossovers or Crossovers()
         self.epoch = 0
-        self._algorithm = algorithm
+        self._set_algorithm(algorithm)
         self._why_algorithm = _AS_ASKED
         self._transport = transport
         self._segment = segment
@@ -182,11 +191,11 @@ class Planner:
             InvalidArgumentError: the collective has no such algorithm, or no such transport is known.
             TransportError: it is known, but cannot serve these ranks.
         """
-        names, size = registry.on_host(collective), self.placement.size
-        forced = forced_algorithm(collective, algorithm, names)
+        names, size, hosts = registry.on_host(collective), self.placement.size, self.placement.hosts
+        forced = forced_algorithm(collective, algorithm, names, hosts)
         why_forced = _AS_ASKED
-        if forced is None and self._algorithm in names:
-            forced, why_forced = registry.find(collective, self._algorithm), self._why_algorithm
+        if forced is None and collective in self._served:
+            forced, why_forced = forced_algorithm(collective, self._algorithm, names, hosts), self._why_algorithm
         medium, why_medium = self._medium(collective, nbytes, transport, forced, mapped, pieces)
         if size == 1:  # Nothing moves: every algorithm and every transport serves.
             return Choice(forced.name if forced else "direct", medium, 0, False, "one rank")
@@ -236,10 +245,16 @@ class Planner:
 
     def change(self, *, algorithm: str, segment: int, crossovers: Crossovers) -> None:
         """Replace the settings. Every rank does so between the same two operations."""
-        if algorithm != self._algorithm:
+        if registry.unsigned(algorithm) != self._algorithm:
             self._why_algorithm = "algorithm as tuned"
-        self._algorithm, self._segment, self.crossovers = algorithm, segment, crossovers
+        self._set_algorithm(algorithm)
+        self._segment, self.crossovers = segment, crossovers
         self.epoch += 1
+
+    def _set_algorithm(self, algorithm: str) -> None:
+        self._algorithm = registry.unsigned(algorithm)
+        # Not those registered later, which the ranks have not compared.
+        self._served = {name for name in registry.COLLECTIVES if self._algorithm in registry.on_host(name)}
 
     def _medium(
         self,

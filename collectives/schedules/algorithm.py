@@ -52,6 +52,20 @@ class Algorithm:
     """It serves GPU memory, by kernels or NCCL."""
     tuned: Tuned = Tuned.NEVER
     """Where autotuning tries it."""
+    sizes: frozenset[int] | None = None
+    """The numbers of ranks that it serves; None: all. One rank is always served."""
+    digest: str = ""
+    """A hash of its steps, which ranks compare, because each has registered its own; empty: part of the package."""
+
+    def why_not(self, hosts: Sequence[Sequence[int]]) -> str:
+        """Why it does not serve these ranks; empty if it does."""
+        size = sum(map(len, hosts))
+        if size > 1 and self.sizes is not None and size not in self.sizes:
+            served = ", ".join(map(str, sorted(self.sizes)[:8])) + ", ..." * (len(self.sizes) > 8)
+            return f"algorithm={self.name!r} was proved for {served} ranks, not for {size}; sizes= says for which"
+        if self.digest and self.spans_hosts and len({len(ranks) for ranks in hosts}) > 1:
+            return f"algorithm={self.name!r} serves hosts with equally many ranks, not {[len(r) for r in hosts]}"
+        return ""
 
     @property
     def native(self) -> bool:

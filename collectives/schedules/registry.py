@@ -9,6 +9,7 @@ from __future__ import annotations
 from collectives import ring
 from collectives.schedules import direct, hierarchical, tree
 from collectives.schedules.algorithm import Algorithm, Tuned
+from collectives.schedules.proof.verify import ScheduleError
 
 NATIVE = "native"
 """The name of a library's own collectives: MPI's for host memory, NCCL's for GPU memory."""
@@ -29,7 +30,38 @@ _ALL: dict[tuple[str, str], Algorithm] = {
 
 COLLECTIVES = ("allreduce", "reducescatter", "allgather", "broadcast", "alltoall")
 NAMES = tuple(dict.fromkeys(name for _, name in _ALL))
-"""The names of all algorithms."""
+"""The names of the package's own algorithms."""
+
+
+def add(algorithm: Algorithm) -> Algorithm:
+    """Add an algorithm of the user's, or return the one that is there if it is the same.
+
+    Raises:
+        ScheduleError: there is another one with its name.
+    """
+    present = _ALL.setdefault((algorithm.collective, algorithm.name), algorithm)
+    if algorithm.name in NAMES or present.digest != algorithm.digest:
+        raise ScheduleError(
+            f"{algorithm.collective}/{algorithm.name}: another algorithm has this name; choose another one"
+        )
+    return present
+
+
+def names() -> tuple[str, ...]:
+    """The names of all algorithms, those of the user included."""
+    return tuple(dict.fromkeys(name for _, name in _ALL))
+
+
+def signed(name: str, collective: str = "") -> str:
+    """An algorithm's name as ranks compare it: ``name@digest`` of what this rank has registered under it, of one
+    collective or of all; the name itself if it is the package's own, or signed."""
+    digests = [each.digest for (of, known), each in _ALL.items() if known == name and collective in ("", of)]
+    return f"{name}@{'+'.join(digests)}" if any(digests) else name
+
+
+def unsigned(name: str) -> str:
+    """The name without what `signed` has added."""
+    return name.partition("@")[0]
 
 
 def find(collective: str, name: str) -> Algorithm:

@@ -132,6 +132,8 @@ def _schedules(collective: str, name: str, size: int) -> list[Schedule]:
         raise InvalidArgumentError(f"size={size}: a picture has 1 to {MOST_RANKS} ranks")
     middle = ceil(size / 2) if algorithm.spans_hosts and size > 1 else size
     hosts = [range(middle)] + [range(middle, size)] * (middle < size)
+    if algorithm.why_not(hosts):
+        raise InvalidArgumentError(algorithm.why_not(hosts))
     return [algorithm.schedules(hosts)(rank) for rank in range(size)]
 
 

@@ -71,7 +71,7 @@ class _Tracker:
         """The last round that wrote a chunk."""
         self.pushed: list[dict[int, tuple[int, int]]] = [{} for _ in schedules]
         """Pushes into a rank's chunks that it has not waited for yet: the pusher and its round."""
-        self.clock = [[0] * self.size for _ in schedules]
+        self.clock = [(0,) * self.size for _ in schedules]
         self.finished: list[list[tuple[int, ...]]] = []
         self.locations: dict[tuple[int, int, bool], _Location] = {}
 
@@ -86,7 +86,7 @@ class _Tracker:
         plans = [self._versions(number, rank, targets) for rank in range(self.size)]
         for rank, plan in enumerate(plans):
             self._play(number, rank, plan, start, written, targets)
-        self.finished.append([tuple(clock) for clock in self.clock])
+        self.finished.append(list(self.clock))
 
     def _versions(
         self, number: int, rank: int, targets: dict[tuple[int, int, int], list[int]]
@@ -119,13 +119,13 @@ class _Tracker:
         written: Sequence[dict[int, int]],
         targets: dict[tuple[int, int, int], list[int]],
     ) -> None:
-        clock, pending = self.clock[rank], self.pushed[rank]
+        pending = self.pushed[rank]
         for step in self.schedules[rank].rounds[number]:
             if step.kind in (StepKind.SEND, StepKind.REDUCE) or step.peer == rank:
                 for chunk in range(step.chunk, step.chunk + step.span):
                     if chunk in pending:
                         pusher, when = pending.pop(chunk)
-                        self._learn(clock, self.finished[when][pusher])
+                        self._learn(rank, self.finished[when][pusher])
         for order, (step, chunk, old) in enumerate(plan):
             if step.kind is StepKind.SEND:
                 self._read(number, rank, order, step, rank, chunk, start[rank].get(chunk, 0))
@@ -137,28 +137,30 @@ class _Tracker:
             if step.kind is StepKind.COPY and self.aliased:
                 continue
             if step.peer != rank and chunk in written[step.peer]:
-                self._learn(clock, self.finished[written[step.peer][chunk]][step.peer])
+                self._learn(rank, self.finished[written[step.peer][chunk]][step.peer])
             self._read(number, rank, order, step, step.peer, chunk, start[step.peer].get(chunk, 0))
             if step.kind is StepKind.REDUCE:
                 self._read(number, rank, order, step, rank, chunk, old)
             self._write(number, rank, order, step, rank, chunk, old + 1)
-        clock[rank] = number + 1
+        clock = self.clock[rank]
+        self.clock[rank] = (*clock[:rank], number + 1, *clock[rank + 1 :])
 
-    @staticmethod
-    def _learn(clock: list[int], news: tuple[int, ...]) -> None:
-        clock[:] = map(max, clock, news)
+    def _learn(self, rank: int, news: tuple[int, ...]) -> None:
+        self.clock[rank] = tuple(map(max, self.clock[rank], news))
 
     def _read(self, number: int, rank: int, order: int, step: Step, owner: int, chunk: int, version: int) -> None:
-        access = _Access(rank, number, 2 * order, version, tuple(self.clock[rank]), step)
+        access = _Access(rank, number, 2 * order, version, self.clock[rank], step)
         self._at(owner, chunk, version).reads.append(access)
 
     def _write(self, number: int, rank: int, order: int, step: Step, owner: int, chunk: int, version: int) -> None:
-        access = _Access(rank, number, 2 * order + 1, version, tuple(self.clock[rank]), step)
+        access = _Access(rank, number, 2 * order + 1, version, self.clock[rank], step)
         self._at(owner, chunk, version).writes.append(access)
 
     def findings(self) -> list[str]:
         conflicts = []
         for (owner, chunk, _), location in self.locations.items():
+            if all(access.rank == owner for access in (*location.reads, *location.writes)):
+                continue  # in the order of the rank's steps
             for place, write in enumerate(location.writes):
                 for read in location.reads:
                     early = read.version < write.version

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
-import numpy as np
-
+from collectives.schedules.proof.verify import ScheduleError
 from collectives.schedules.schedule import Schedule, StepKind
 
-Values = Mapping[int, np.ndarray[Any, Any]]
+T = TypeVar("T")
 
 
 def replay(
-    schedules: Sequence[Schedule], data: Sequence[Values], combine: Callable[[Any, Any], Any] = np.add
-) -> list[dict[int, np.ndarray[Any, Any]]]:
-    """Move and combine real arrays, round by round: the meaning of a schedule, as a program.
+    schedules: Sequence[Schedule], data: Sequence[Mapping[int, T]], combine: Callable[[T, T], T] = operator.add
+) -> list[dict[int, T]]:
+    """Move and combine values, such as arrays, round by round: the meaning of a schedule, as a program.
 
     Cutting chunks into segments would change no value, because segments are disjoint.
 
@@ -34,5 +34,31 @@ def replay(
                     if step.kind is StepKind.REDUCE:
                         held[rank][chunk] = combine(held[rank][chunk], before[step.peer][chunk])
                     elif step.kind is not StepKind.SEND:
-                        held[rank][chunk] = before[step.peer][chunk].copy()
+                        held[rank][chunk] = before[step.peer][chunk]
     return held
+
+
+def same_bits(schedules: Sequence[Schedule]) -> None:
+    """Prove that an all-reduce combines each chunk in one order on all ranks, up to ``a op b`` being ``b op a``, so
+    that all get the same bits although rounding depends on the order. The schedules must be proved by `verify`.
+
+    Raises:
+        ScheduleError: two ranks combine in different orders.
+    """
+    first = schedules[0]
+    orders: dict[tuple[int, int], int] = {}
+
+    def combine(one: int, other: int) -> int:
+        pair = (one, other) if one < other else (other, one)
+        return orders.setdefault(pair, first.size + len(orders))
+
+    start = [dict.fromkeys(range(first.chunks), rank) for rank in range(first.size)]
+    results = replay(schedules, start, combine)
+    for rank, held in enumerate(results):
+        for chunk, order in results[0].items():
+            if held[chunk] != order:
+                raise ScheduleError(
+                    f"{first.collective}/{first.algorithm} of {first.size} ranks: rank {rank} combines chunk {chunk} "
+                    "in another order than rank 0, so that rounding gives them different bits; let one rank combine "
+                    "it, or all in the same order"
+                )

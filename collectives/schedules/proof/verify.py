@@ -208,15 +208,24 @@ class _Machine:
         for rank, (held, written) in enumerate(zip(self.held, self.written, strict=True)):
             for chunk, expected in self._promise(rank):
                 actual = held.get(chunk, 0)
-                where = f"{self.name}, after round {last}, rank {rank}, chunk {chunk}"
                 if actual != expected:
+                    lacking, foreign = expected & ~actual, actual & ~expected
+                    faults = [f"lacks the {_contributions(lacking)}"] * bool(lacking)
+                    faults += [f"has the {_contributions(foreign)}, which is not part of it"] * bool(foreign)
                     raise ScheduleError(
-                        f"{where}: holds the contributions of ranks {_ranks(actual)}, expected {_ranks(expected)}"
+                        f"{self.name}: chunk {chunk} of rank {rank} {' and '.join(faults)} after the last round, "
+                        f"{last} (holds {_ranks(actual)}, expected {_ranks(expected)})"
                     )
                 if chunk not in written:
                     raise ScheduleError(
-                        f"{where}: the value lies in the input only; no step has put it into the result"
+                        f"{self.name}: chunk {chunk} of rank {rank} lies in its input only after the last round, "
+                        f"{last}: no step has put it into the result; add copy({rank}, {chunk}) to rank {rank}"
                     )
+
+
+def _contributions(bits: int) -> str:
+    ranks = _ranks(bits)
+    return f"contribution{'s' * (len(ranks) > 1)} of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _lowest(bits: int) -> int:

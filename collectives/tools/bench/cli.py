@@ -13,7 +13,9 @@ from typing import IO, Any, NoReturn
 
 import numpy as np
 
-from collectives.base.config import ALGORITHMS, TRANSPORTS, parse_bytes
+from collectives.base.config import ALGORITHMS, TRANSPORTS, parse_algorithm, parse_bytes
+from collectives.base.errors import InvalidArgumentError
+from collectives.schedules import registry
 from collectives.tools.bench.collective import OPERATIONS, Collective
 from collectives.tools.bench.device import DEVICES, MEMORIES, why_not
 from collectives.tools.bench.ranks import launched_rank
@@ -123,6 +125,16 @@ def whole_number(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def algorithms(text: str) -> tuple[str, ...]:
+    """A parser of comma-separated algorithms, which registers those of files."""
+    try:
+        return tuple(dict.fromkeys(registry.unsigned(parse_algorithm(word)) for word in text.split(",") if word))
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"unknown algorithm {error}; expected {parse_algorithm.__doc__}") from None
 
 
 def names(kind: str, allowed: Sequence[str], everything: bool = False) -> Callable[[str], tuple[str, ...]]:
@@ -247,8 +259,12 @@ def add_device(flags: Parser, peers: Peers) -> None:
 def add_contestants(flags: Parser, peers: Peers) -> None:
     """Who takes part besides ours: peers, and ours with algorithms and transports forced."""
     add_device(flags, peers)
-    flags.add_names(
-        "--algorithm", "algorithm", ALGORITHMS, default=(), help="also time ours with: " + ", ".join(ALGORITHMS)
+    flags.add_argument(
+        "--algorithm",
+        type=algorithms,
+        default=(),
+        metavar="LIST",
+        help=f"also time ours with: {', '.join(ALGORITHMS)}, or one of yours (FILE.py:NAME)",
     )
     flags.add_names(
         "--transport", "transport", TRANSPORTS, default=(), help="also time ours over: " + ", ".join(TRANSPORTS)

@@ -87,7 +87,9 @@ class Executor:
     ) -> Plan:
         """Make a plan: every action of the program becomes a closure that takes the segment's number. ``mapped``: the
         tensors of all ranks are."""
-        self._grow_scratch((program.messages + (kernel is not None)) * block * dtype.itemsize)
+        # The first block takes what is read directly, those behind it messages.
+        reads = kernel is not None or program.messages > 0
+        self._grow_scratch((program.messages + reads) * block * dtype.itemsize)
         scratch = self._scratch_as(dtype)
         common = self.state, self._group, self._windows, scratch, dtype, block, segments, stride, staged, kernel, finish
         binder = Binder(*common) if pieces is None else PackingBinder(*common, pieces=pieces)

@@ -91,17 +91,23 @@ class _Translation:
         self.size, self.in_place = len(self.gpus), bool(plan["inplace"])
         if self.size < 2:
             self._refuse(f"a plan of {self.size} GPUs")
-        expected = {"allgather": (1, self.size), "reducescatter": (self.size, 1), "alltoall": (self.size, self.size)}
+        share = None if self.in_place else 1  # in place, a rank's share lies in the whole
+        expected = {
+            "allgather": (share, self.size),
+            "reducescatter": (self.size, share),
+            "alltoall": (self.size, self.size),
+        }
         for gpu in self.gpus:
             chunks = gpu["input_chunks"], gpu["output_chunks"]
-            if self.in_place and self.collective in ("allgather", "reducescatter"):
-                chunks = tuple(map(min, chunks, expected[self.collective]))  # the share lies in the whole
-            if chunks != expected.get(self.collective, chunks):
+            if any(
+                one not in (None, found)
+                for one, found in zip(expected.get(self.collective, chunks), chunks, strict=True)
+            ):
                 self._refuse(f"{chunks[0]} input and {chunks[1]} output chunks; read is one for each pair of ranks")
         self.memory: dict[_Place, _Value] = {}
         self.changes: dict[tuple[int, int], int] = defaultdict(int)
-        self.ready: dict[tuple[int, int], int] = defaultdict(int)
-        """The first round in which a rank's value of a chunk is complete."""
+        self.made: dict[_Value, int] = {}
+        """The round that made a value, and so replaced the one before it."""
         self.free: dict[tuple[int, int], int] = defaultdict(int)
         """The first round in which nobody reads the value before."""
         self.steps: dict[tuple[int, int], list[Step]] = defaultdict(list)
@@ -224,8 +230,6 @@ class _Translation:
         value = self._value(place)
         if value is None:
             self._refuse(f"{kind!r} reads place {place[2]} of buffer {place[1]!r} of GPU {place[0]}, never written")
-        if self.changes[value[:2]] != value[2]:
-            self._refuse(f"{kind!r} reads a value of chunk {value[1]} that GPU {value[0]} has replaced since")
         return value
 
     def _move(self, kind: str, value: _Value, place: _Place) -> None:
@@ -235,7 +239,7 @@ class _Translation:
         elif value[1] != chunk:
             self._refuse(f"{kind!r} moves chunk {value[1]} of GPU {value[0]} to where chunk {chunk} of GPU {rank} lies")
         elif value[0] != rank:
-            self._change(StepKind.RECEIVE, rank, chunk, [value[0]], buffer)
+            self._change(StepKind.RECEIVE, rank, chunk, [value], buffer)
         else:
             if buffer == "o" and not value[2] and not self.in_place and place not in self.memory:
                 self.steps[rank, 0].append(copy(rank, chunk))
@@ -251,18 +255,24 @@ class _Translation:
         at_home = [place for place in targets if place[0] == rank and place[1] != "s" and place[2] == chunk]
         if not at_home:
             self._refuse(f"{kind!r} of GPU {rank} puts a sum of chunk {chunk} elsewhere only")
-        self._change(StepKind.REDUCE, rank, chunk, [value[0] for value in values if value != own], at_home[0][1])
+        self._change(StepKind.REDUCE, rank, chunk, [value for value in values if value != own], at_home[0][1])
         for place in targets:
             self._move(kind, (rank, chunk, self.changes[rank, chunk]), place)
 
-    def _change(self, kind: StepKind, rank: int, chunk: int, peers: Sequence[int], buffer: str) -> None:
+    def _change(self, kind: StepKind, rank: int, chunk: int, values: Sequence[_Value], buffer: str) -> None:
         """Rank's chunk becomes the value of a peer, or is combined with those of peers."""
-        here = rank, chunk
-        round_ = max(self.free[here], *(self.ready[peer, chunk] for peer in peers), self.ready[here])
-        for peer in peers:
-            self.steps[peer, round_].append(send(rank, chunk))
-            self.steps[rank, round_].append(Step(kind, peer, chunk))
-            self.free[peer, chunk] = max(self.free[peer, chunk], round_)
-        self.changes[here] += 1
-        self.ready[here] = round_ + 1
-        self.memory[rank, buffer, chunk] = (rank, chunk, self.changes[here])
+        own = rank, chunk, self.changes[rank, chunk]
+        number = max(self.free[rank, chunk], *(self.made.get(value, -1) + 1 for value in (own, *values)))
+        for peer, _, change in values:
+            replaced = self.made.get((peer, chunk, change + 1), number)
+            if peer == rank or replaced < number:
+                self._refuse(
+                    f"GPU {rank} needs in round {number} a value of chunk {chunk} that GPU {peer} has replaced in "
+                    f"round {replaced}; a schedule keeps no earlier values"
+                )
+            self.steps[peer, number].append(send(rank, chunk))
+            self.steps[rank, number].append(Step(kind, peer, chunk))
+            self.free[peer, chunk] = max(self.free[peer, chunk], number)
+        self.changes[rank, chunk] += 1
+        new = rank, chunk, self.changes[rank, chunk]
+        self.made[new], self.memory[rank, buffer, chunk] = number, new

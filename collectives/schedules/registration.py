@@ -70,6 +70,13 @@ class _Examined:
 
     def add(self, schedules: Sequence[Schedule], collective: str) -> None:
         verify(schedules)
+        if collective == "broadcast" and not any(
+            step.kind is StepKind.COPY for steps in schedules[0].rounds for step in steps
+        ):
+            raise ScheduleError(
+                f"{schedules[0].collective}/{schedules[0].algorithm} of {schedules[0].size} ranks: the root is rank 0, "
+                "and it is another rank that copies its own value into the result"
+            )
         if collective == "allreduce":
             same_bits(schedules)
         steps = array("q", [schedules[0].size, len(schedules[0].rounds)])

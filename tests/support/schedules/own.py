@@ -62,6 +62,16 @@ def doubling(rank: int, size: int) -> Rounds:
     return rounds
 
 
+def twice(rank: int, size: int) -> Rounds:
+    """Allgather: every rank gets every block twice, the second time while it passes the same block on."""
+    others = [peer for peer in range(size) if peer != rank]
+    swap = [*(send(peer, rank) for peer in others), *(receive(peer, peer) for peer in others)]
+    after, before = (rank + 1) % size, (rank - 1) % size
+    passed = [chunk for chunk in range(size) if chunk not in (rank, after)]
+    come = [chunk for chunk in range(size) if chunk not in (rank, before)]
+    return [[copy(rank, rank), *swap], [*(send(after, k) for k in passed), *(receive(before, k) for k in come)]]
+
+
 def two_levels(rank: int, size: int, width: int) -> Rounds:
     """All-reduce of hosts with ``width`` ranks each."""
     return hierarchical.allreduce(rank, [range(at, at + width) for at in range(0, size, width)]).rounds
@@ -78,6 +88,7 @@ OWN: tuple[tuple[str, str, Callable[..., Rounds]], ...] = (
     ("reducescatter", "own-ring", lambda rank, size: ring.reducescatter(rank, size).rounds),
     ("allgather", "own-ring", lambda rank, size: ring.allgather(rank, size).rounds),
     ("allgather", "own-doubling", doubling),
+    ("allgather", "own-twice", twice),
     ("broadcast", "own-chain", lambda rank, size: ring.broadcast(rank, size, 0).rounds),
     ("broadcast", "own-shares", lambda rank, size: direct.broadcast(rank, size, 0).rounds),
     ("alltoall", "own-around", around),

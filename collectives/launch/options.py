@@ -104,7 +104,7 @@ VALUES = (
         ("--algorithm",),
         "algorithm",
         "NAME",
-        "the algorithm for every operation that has it: ring, direct, hierarchical, ...",
+        "the algorithm for every operation that has it: ring, direct, hierarchical, ..., or FILE.py:NAME",
     ),
     Value(
         ("--transport",), "transport", "NAME", "how ranks on one host exchange bytes: window, direct-read, mpi or tcp"

@@ -82,9 +82,11 @@ def test_the_table_has_every_schedule_with_its_cost() -> None:
 
 
 def test_lists_of_algorithms_in_texts_are_the_registrys() -> None:
-    """The README's settings and what works, and the docstring of allreduce."""
+    """The table of settings, the README's table of what works, and the docstring of allreduce."""
     names = {*registry.on_host("allreduce"), *registry.on_gpu("allreduce")}
-    readme = (ROOT / "README.md").read_text()
+    readme = "\n".join(
+        path.read_text() for path in (ROOT / "README.md", ROOT / "docs" / "settings.md") if path.exists()
+    )
     [setting] = re.findall(r"^\| `ALGORITHM` .*$", readme, re.MULTILINE)
     assert set(re.findall(r"`([a-z-]+)`", setting)) == {*names, "auto"}
     [line] = re.findall(r"algorithm: (.*?); chosen by", " ".join((api.allreduce.__doc__ or "").split()))

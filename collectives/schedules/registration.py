@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -44,11 +45,13 @@ def register(
     examined = _Examined()
     for size in served:
         for width in [width for width in range(1, size + 1) if size % width == 0] if spans_hosts else [size]:
-            examined.add(_schedules(collective, name, build, size, width if spans_hosts else None), collective)
+            schedules = _schedules(collective, name, build, size, width if spans_hosts else None)
+            examined.add(schedules, collective)
+            examined.digests[size, width if spans_hosts else None] = _digest(schedules)
     entry = Algorithm(
         collective,
         name,
-        _renamed(collective, name, build, spans_hosts),
+        _renamed(collective, name, build, spans_hosts, examined.digests),
         one_chunk=examined.one_chunk,
         versioned=examined.versioned,
         by_messages=not examined.takes_own_value_late,
@@ -56,17 +59,17 @@ def register(
         passes_on=examined.passes_on,
         on_gpu=not examined.versioned,
         sizes=frozenset(served),
-        digest=examined.digest.hexdigest(),
+        digest=_hash(b"".join(examined.digests.values())).hex(),
     )
     return registry.add(entry)
 
 
 class _Examined:
-    """What the proof of all sizes has found: the properties that `Algorithm` documents, and a digest of all steps."""
+    """What the proof of all sizes has found: the properties that `Algorithm` documents, and the digest of each size."""
 
     def __init__(self) -> None:
         self.one_chunk, self.versioned, self.passes_on, self.takes_own_value_late = True, False, False, False
-        self.digest = blake2b(digest_size=4)
+        self.digests: dict[tuple[int, int | None], bytes] = {}
 
     def add(self, schedules: Sequence[Schedule], collective: str) -> None:
         verify(schedules)
@@ -79,14 +82,8 @@ class _Examined:
             )
         if collective == "allreduce":
             same_bits(schedules)
-        steps = array("q", [schedules[0].size, len(schedules[0].rounds)])
         for schedule in schedules:
             self._trace(schedule)
-            for steps_of_round in schedule.rounds:
-                steps.append(-1)
-                for step in steps_of_round:
-                    steps.extend((_KINDS[step.kind], step.peer, step.chunk, step.span, step.push))
-        self.digest.update(steps.tobytes())
         self.one_chunk &= schedules[0].chunks == 1
         if not self.versioned:
             copies = any(step.kind is StepKind.COPY for each in schedules for steps in each.rounds for step in steps)
@@ -129,6 +126,19 @@ class _Examined:
             pushed |= arrives
 
 
+def _digest(schedules: Sequence[Schedule]) -> bytes:
+    numbers = array("q", [schedules[0].size])
+    for steps in (steps for schedule in schedules for steps in schedule.rounds):
+        numbers.append(-1)
+        for step in steps:
+            numbers.extend((_KINDS[step.kind], step.peer, step.chunk, step.span, step.push))
+    return _hash(numbers.tobytes())
+
+
+def _hash(data: bytes) -> bytes:
+    return blake2b(data, digest_size=4).digest()
+
+
 def _schedules(
     collective: str, name: str, build: Callable[..., Sequence[Sequence[Step]]], size: int, width: int | None
 ) -> list[Schedule]:
@@ -165,19 +175,26 @@ def _rounds(
 
 
 def _renamed(
-    collective: str, name: str, build: Callable[..., Sequence[Sequence[Step]]], spans_hosts: bool
+    collective: str,
+    name: str,
+    build: Callable[..., Sequence[Sequence[Step]]],
+    spans_hosts: bool,
+    digests: Mapping[tuple[int, int | None], bytes],
 ) -> Callable[..., Schedule]:
     """The function of `Algorithm.build`. The user's numbers a broadcast's root 0, and the ranks host by host; what is
     proved for these holds for any other numbers, which are put in their place."""
-    cache: dict[tuple[int, int | None], list[Schedule]] = {}
 
+    @lru_cache(2)
     def of_size(size: int, width: int | None) -> list[Schedule]:
         if size == 1:
             return [Schedule(collective, name, 0, 1, 1, ((copy(0, 0),),))]
-        if (size, width) not in cache:
-            cache.clear()
-            cache[size, width] = _schedules(collective, name, build, size, width)
-        return cache[size, width]
+        schedules = _schedules(collective, name, build, size, width)
+        if _digest(schedules) != digests[size, width]:
+            raise ScheduleError(
+                f"{collective}/{name} of {size} ranks: build returns other steps than those that were proved; it may "
+                "depend on rank and size only"
+            )
+        return schedules
 
     def numbered(rank: int, ranks: Sequence[int], width: int | None) -> Schedule:
         """The schedule of ``rank`` where the function's rank k is ``ranks[k]``."""

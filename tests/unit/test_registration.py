@@ -115,6 +115,14 @@ def test_the_same_again_is_no_mistake_and_another_one_is() -> None:
             register_algorithm("allreduce", "mine", build, sizes=sizes)
 
 
+def test_a_function_that_returns_other_steps_later_is_refused() -> None:
+    chosen = [own.star]
+    register_algorithm("allreduce", "mine", lambda rank, size: chosen[0](rank, size), sizes=[2])
+    chosen[0] = own.halves
+    with pytest.raises(ScheduleError, match="other steps than those that were proved"):
+        registry.find("allreduce", "mine").schedules([range(2)])(0)
+
+
 def test_properties_are_derived_from_the_steps() -> None:
     with own.registered([2, 3, 4]):
         entries = {name: registry.find(of, name) for of, name, _ in own.OWN if of == "allreduce"}

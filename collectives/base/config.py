@@ -129,6 +129,20 @@ def parse_algorithm(text: str) -> str:
     return registry.signed(name)
 
 
+def algorithm_name(text: str) -> str:
+    """The name alone of what `parse_algorithm` reads, for arguments of commands.
+
+    Raises:
+        InvalidArgumentError: there is no such algorithm, or that of the file is wrong.
+    """
+    try:
+        return registry.unsigned(parse_algorithm(text))
+    except InvalidArgumentError:
+        raise
+    except ValueError:
+        raise InvalidArgumentError(f"algorithm={text!r}: expected {parse_algorithm.__doc__}") from None
+
+
 parse_algorithm.__doc__ = f"one of {', '.join(ALGORITHMS)}, one registered before init(), or FILE.py:NAME or FILE.json"
 
 

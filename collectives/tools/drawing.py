@@ -259,8 +259,8 @@ _SHAPES = [(n, hosts) for hosts in (1, 2, 3, 4) for n in range(2, 25) if n % hos
 
 
 def table() -> str:
-    """All algorithms that have schedules, as a Markdown table: rounds and bytes from the schedules, in what cases each
-    is chosen from the planners.
+    """The package's algorithms that have schedules, as a Markdown table: rounds and bytes from the schedules, and from
+    the planners for what each is chosen.
 
     Bytes are the most that any rank sends or receives, of S bytes of the tensor (of an allgather: of the result; of an
     all-to-all: that a rank sends in all).
@@ -269,7 +269,7 @@ def table() -> str:
     for collective, algorithm, why in _choices():
         chosen.setdefault((collective, algorithm), {})[why] = None
     rows = ["| collective | algorithm | rounds | bytes per rank | chosen for |", "|---|---|---|---|---|"]
-    for each in with_schedules():
+    for each in (each for each in with_schedules() if not each.digest):
         costs = [_costs(each, *shape) for shape in _SHAPES]
         rounds, nbytes = (_formula([cost[column] for cost in costs]) for column in (0, 1))
         factor = {"1": "", "N-1": "(N-1) "}.get(nbytes, nbytes + " ")

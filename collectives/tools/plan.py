@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from collectives.base.config import parse_algorithm
+from collectives.base.config import algorithm_name
 from collectives.base.errors import InvalidArgumentError
 from collectives.launch import cli
-from collectives.schedules import registry
 
 _USAGE = """\
 usage: collectives plan -np N [-H HOST:N,...] [--size SIZE ...] [options of collectivesrun]
@@ -42,13 +41,10 @@ def _draw(arguments: Sequence[str]) -> int:
     parser.add_argument("--algorithm", default="ring")
     asked = parser.parse_args(arguments)
     try:
-        asked.algorithm = registry.unsigned(parse_algorithm(asked.algorithm))
+        asked.algorithm = algorithm_name(asked.algorithm)
         asked.draw.write_text(drawing.page(asked.collective, asked.algorithm, asked.np), encoding="utf-8")
     except (InvalidArgumentError, OSError) as error:
         print(f"collectives plan: {error}", file=sys.stderr)
-        return 2
-    except ValueError:
-        print(f"collectives plan: --algorithm {asked.algorithm}: expected {parse_algorithm.__doc__}", file=sys.stderr)
         return 2
     print(f"{asked.draw}: {asked.collective} by {asked.algorithm} on {asked.np} ranks")
     return 0

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from collectives.base.config import in_units, parse_bytes
+from collectives.base.config import algorithm_name, in_units, parse_bytes
 from collectives.base.errors import CollectivesError, InvalidArgumentError
 from collectives.schedules import registry
 from collectives.schedules.partition import split
@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = _flags()
     asked = flags.parse_args(arguments)
     try:
+        if getattr(asked, "algorithm", None):
+            asked.algorithm = algorithm_name(asked.algorithm)
         return int(asked.run(asked))
     except BrokenPipeError:  # `collectives` ends quietly
         raise
@@ -74,7 +76,7 @@ def _flags() -> argparse.ArgumentParser:
     one.add_argument("-np", type=int, help="ranks")
     one.add_argument("--bytes", type=parse_bytes, required=True, help="of the input; an allgather's: of the result")
     one.add_argument("--exact", action="store_true", help="play every message, and say when each rank is done")
-    one.add_argument("--algorithm", help="this one only")
+    one.add_argument("--algorithm", help="this one only; one of yours: FILE.py:NAME")
     one.add_argument("--segment", type=parse_bytes, help="with --exact: bytes of a chunk in one pipeline unit")
     one.add_argument("--late", action="append", default=[], metavar="RANK=SECONDS", help="with --exact")
     one.add_argument("--lower", action="append", default=[], metavar="LINK=SHARE", help="as 'host 3 out=0.5'")
@@ -142,7 +144,7 @@ def _collective(asked: argparse.Namespace) -> int:
         with suppress(InvalidArgumentError):  # NCCL's own
             print(f"{rounds.fullest_link(asked.collective, chosen.algorithm, network)} is the fullest link")
         return 0
-    names = [asked.algorithm] if asked.algorithm else _playable(asked.collective)
+    names = _playable(asked, cluster)
     print(f"{'algorithm':24} {'ms':>12} {'bus GB/s':>9} {'messages':>9} {'first rank done':>16}  waiting")
     waiting: set[int] = set()
     for name in names:
@@ -158,9 +160,16 @@ def _collective(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _playable(collective: str) -> list[str]:
-    names = dict.fromkeys((*registry.on_host(collective), *registry.on_gpu(collective)))
-    return [name for name in names if not registry.find(collective, name).native]
+def _playable(asked: argparse.Namespace, cluster: Cluster) -> list[str]:
+    """The algorithm that was asked for, or all that have schedules and serve the cluster."""
+    every = [
+        registry.find(asked.collective, name)
+        for name in dict.fromkeys((*registry.on_host(asked.collective), *registry.on_gpu(asked.collective)))
+    ]
+    names = [each.name for each in every if not each.native and not each.why_not(cluster.placement().hosts)]
+    if asked.algorithm and asked.algorithm not in names:
+        raise InvalidArgumentError(f"algorithm={asked.algorithm!r}: {asked.collective} has {', '.join(names)}")
+    return [asked.algorithm] if asked.algorithm else names
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -277,11 +286,9 @@ def _draw(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
 
 
 def _chakra(asked: argparse.Namespace) -> int:
-    names = _playable(asked.collective)
-    if asked.algorithm not in names:
-        raise InvalidArgumentError(f"algorithm={asked.algorithm!r}: {asked.collective} has {', '.join(names)}")
     cluster = _cluster(asked)
-    schedule = registry.find(asked.collective, asked.algorithm).schedules(cluster.network().hosts or ())
+    [name] = _playable(asked, cluster)
+    schedule = registry.find(asked.collective, name).schedules(cluster.network().hosts or ())
     whole = asked.bytes * (cluster.ranks if asked.collective == "alltoall" else 1)
     files = chakra.write(map(schedule, range(cluster.ranks)), split(whole, schedule(0).chunks), asked.to)
     print(f"{len(files)} traces: {files[0]} ...")

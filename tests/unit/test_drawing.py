@@ -66,7 +66,7 @@ def test_the_plan_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFi
     assert plan.main(["-np", "4", "--draw", str(page)]) == 0
     assert page.read_text(encoding="utf-8") == drawing.page("allreduce", "ring", 4)
     assert plan.main(["-np", "4", "--draw", str(page), "--algorithm", "no"]) == 2
-    assert "--algorithm no: expected one of auto, ring" in capsys.readouterr().err
+    assert "algorithm='no': expected one of auto, ring" in capsys.readouterr().err
 
 
 def test_the_table_has_every_schedule_with_its_cost() -> None:

@@ -16,9 +16,7 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.schedules import copy, direct, from_mscclpp, receive, reduce, registry, send, tree
 from collectives.schedules.proof.verify import ScheduleError
 from collectives.schedules.schedule import Step
-from collectives.simulation.__main__ import predict
-from collectives.simulation.links import Network
-from collectives.tools import drawing
+from collectives.tools import drawing, simulate
 from tests.support.schedules import own
 from tests.trials import mutants
 
@@ -143,12 +141,15 @@ def test_properties_are_derived_from_the_steps() -> None:
             assert again.passes_on or not each.passes_on
 
 
-def test_it_is_simulated_and_drawn() -> None:
+def test_it_is_simulated_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     register_algorithm("allreduce", "mine", own.bidirectional, sizes=[2, 3, 4])
-    reports = predict("allreduce", 1 << 20, Network(1e-6, 1e9, [range(4)]))
-    assert reports["mine"].total == pytest.approx(reports["ring"].total, rel=0.5) and reports["mine"].messages == 48
-    assert "mine" not in predict("allreduce", 1 << 20, Network(1e-6, 1e9, [range(5)]))
-    assert "6 rounds" in drawing.page_element("allreduce", "mine", 4) and "`mine`" in drawing.table()
+    for arguments in ("-np 4", "-np 4 --exact"):
+        assert simulate.main(f"collective allreduce {arguments} --bytes 1M --algorithm mine".split()) == 0
+        assert "mine" in capsys.readouterr().out
+        with pytest.raises(SystemExit):
+            simulate.main(f"collective allreduce {arguments.replace('4', '5')} --bytes 1M --algorithm mine".split())
+        assert "mine" in capsys.readouterr().err
+    assert "6 rounds" in drawing.page_element("allreduce", "mine", 4) and "`mine`" not in drawing.table()
     with pytest.raises(InvalidArgumentError, match="proved for 2, 3, 4 ranks, not for 5"):
         drawing.page_element("allreduce", "mine", 5)
 

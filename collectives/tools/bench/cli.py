@@ -13,9 +13,8 @@ from typing import IO, Any, NoReturn
 
 import numpy as np
 
-from collectives.base.config import ALGORITHMS, TRANSPORTS, parse_algorithm, parse_bytes
+from collectives.base.config import ALGORITHMS, TRANSPORTS, algorithm_name, parse_bytes
 from collectives.base.errors import InvalidArgumentError
-from collectives.schedules import registry
 from collectives.tools.bench.collective import OPERATIONS, Collective
 from collectives.tools.bench.device import DEVICES, MEMORIES, why_not
 from collectives.tools.bench.ranks import launched_rank
@@ -130,11 +129,9 @@ def whole_number(least: int) -> Callable[[str], int]:
 def algorithms(text: str) -> tuple[str, ...]:
     """A parser of comma-separated algorithms, which registers those of files."""
     try:
-        return tuple(dict.fromkeys(registry.unsigned(parse_algorithm(word)) for word in text.split(",") if word))
+        return tuple(dict.fromkeys(algorithm_name(word) for word in text.split(",") if word))
     except InvalidArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"unknown algorithm {error}; expected {parse_algorithm.__doc__}") from None
 
 
 def names(kind: str, allowed: Sequence[str], everything: bool = False) -> Callable[[str], tuple[str, ...]]:

@@ -229,6 +229,8 @@ class Config:
 
     algorithm: str = _setting("COLLECTIVES_ALGORITHM", "auto", parse_algorithm)
     """The algorithm of every operation that supports it; ``auto``: the planner chooses."""
+    reproducible: bool = _setting("COLLECTIVES_REPRODUCIBLE", False, parse_bool)
+    """Whether reductions have ``algorithm="reproducible"`` where a call names none."""
     transport: str = _setting("COLLECTIVES_TRANSPORT", "auto", _choice(*TRANSPORTS, "tcp"))
     """The transport between ranks on one host; ``auto``: the planner chooses. ``mpi`` and ``tcp``: messages."""
     network: str = _setting("COLLECTIVES_NETWORK", "auto", _choice("auto", *NETWORKS))

@@ -47,6 +47,7 @@ class RarerReduceOptions(RarerCallOptions, total=False):
     prescale_factor: float
     postscale_factor: float
     compression: Any
+    parts: int | None
 
 
 class CallOptions(RarerCallOptions, total=False):
@@ -67,6 +68,7 @@ class ReduceOptions(ScaleOptions, total=False):
 
     op: Op | None
     compression: Any
+    parts: int | None
 
 
 class MessageOptions(TypedDict, total=False):
@@ -103,6 +105,7 @@ class Options(NamedTuple):
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
     compression: Any = None
+    parts: int | None = None
     process_set: ProcessSetLike | int | None = None
     algorithm: str | None = None
     transport: str | None = None

@@ -50,7 +50,7 @@ class DevicePlans(Builder[DeviceChoice, DevicePlan]):
         program = compile_program(schedule_of, self._rank, layout, block, between, False, False)
 
         def combine(shapes: Sequence[tuple[int, int, int]], scaled: bool) -> Combination:
-            return self._kernels.combination(kernel, dtype, shapes, finish if scaled else None)
+            return self._kernels.combination(kernel, dtype, shapes, finish if scaled else None, choice.stepwise)
 
         merges = algorithm.owner_pushes and choice.transport == "cuda-ipc"
         binder = LaunchBinder(program, self._rank, self._size, dtype, block, segments, combine, merges)

@@ -11,7 +11,7 @@ window, and the scratch memory that messages are received into.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,7 +216,7 @@ class LaunchBinder:
                     raise ValueError(
                         f"a block of {action} arrives where its old value is still on its way out: not on devices"
                     )
-                if action.verb is Verb.REDUCE:
+                if action.verb is Verb.REDUCE:  # one by itself, or a value of a merge
                     number = segment * self.program.messages + len(arrivals)
                     arrivals[id(action)] = location = (self.size * SPACES, number * self.block * self.dtype.itemsize)
                 else:
@@ -228,11 +228,13 @@ class LaunchBinder:
                 assert action.source is not None
                 if (count := self._count(action, segment)) > 0:
                     stage.sends.append(Message(action.peer, self._own(action.source, segment), count))
-            for action in (*(() if merges else program.pushes), *program.rest):
+            pushes = () if merges else program.pushes
+            for action in (*pushes, *program.reads):
                 if action.after >= 0 and action.medium is not Medium.MESSAGE and action.peer != self.rank:
                     waits[action.peer] = max(waits.get(action.peer, 0), action.after + 1)
+            for action in (*pushes, *program.rest):
                 if action.verb is not Verb.AWAIT and self._count(action, segment) > 0:
-                    self._add(jobs, action, segment, arrivals.get(id(action)))
+                    self._add(jobs, action, segment, arrivals)
             if merges and jobs[-1]:
                 jobs[-1][-1].targets += [self._target(action, segment) for action in program.pushes]
         for batch in jobs:
@@ -244,34 +246,43 @@ class LaunchBinder:
         stage.waits = tuple(waits.items())
         return stage
 
-    def _add(self, launches: list[list[Job]], action: Action, segment: int, arrival: Location | None) -> None:
-        """Add the action as a job, or as a further source of the job before it; in a new launch if it must run after
-        that job. A message that it reduces has arrived at ``arrival``."""
+    def _add(self, launches: list[list[Job]], action: Action, segment: int, arrivals: Mapping[int, Location]) -> None:
+        """Add the action as a job, in a new launch if it must run after one before it. A message that it reduces has
+        arrived at the place of its id."""
         count, target = self._count(action, segment), self._target(action, segment)
         assert action.target is not None
         if action.also is not None:
             raise ValueError(f"the result of {action} has two places, which only staged plans have: not on devices")
-        if arrival is not None:
-            value = arrival
-        elif action.medium is Medium.MESSAGE:
-            return  # received in place
-        else:
-            assert action.source is not None
-            value = self._at(
-                action.source, self.rank if action.verb in (Verb.PUSH, Verb.STAGE) else action.peer, segment
-            )
-        if action.verb is not Verb.REDUCE:
-            if value != target:
-                self._append(launches, Job([value], [target], count, action.finish))
+        if action.verb is Verb.MERGE:
+            self._merge(launches, action, [self._value(value, segment, arrivals) for value in action.values], segment)
             return
-        assert action.operand is not None
-        operand = self._own(action.operand, segment)
-        before = launches[-1][-1] if launches[-1] else None
-        if before is not None and before.targets == [operand] == [target] and len(before.sources) < WAYS:
-            before.sources.append(value)
-            before.finish = action.finish
-        else:
-            self._append(launches, Job([operand, value], [target], count, action.finish))
+        if action.medium is Medium.MESSAGE and id(action) not in arrivals:
+            return  # received in place
+        value = self._value(action, segment, arrivals)
+        if action.verb is Verb.REDUCE:
+            assert action.operand is not None
+            self._append(launches, Job([self._own(action.operand, segment), value], [target], count, action.finish))
+        elif value != target:
+            self._append(launches, Job([value], [target], count, action.finish))
+
+    def _merge(self, launches: list[list[Job]], action: Action, sources: Sequence[Location], segment: int) -> None:
+        """Combine the sources by the fixed tree, or, where they are more than a job can have, in groups one behind the
+        other, of which the first has this rank's own, because the result may replace it."""
+        count, target = self._count(action, segment), self._target(action, segment)
+        if len(sources) > WAYS:
+            own = next(number for number, value in enumerate(action.values) if value.peer == self.rank)
+            sources = (*sources[own:], *sources[:own])
+        self._append(launches, Job(list(sources[:WAYS]), [target], count))
+        for at in range(WAYS, len(sources), WAYS - 1):
+            self._append(launches, Job([target, *sources[at : at + WAYS - 1]], [target], count))
+        launches[-1][-1].finish = action.finish
+
+    def _value(self, action: Action, segment: int, arrivals: Mapping[int, Location]) -> Location:
+        """Where the block is that an action reads."""
+        if id(action) in arrivals:
+            return arrivals[id(action)]
+        assert action.source is not None
+        return self._at(action.source, self.rank if action.verb in (Verb.PUSH, Verb.STAGE) else action.peer, segment)
 
     def _append(self, launches: list[list[Job]], job: Job) -> None:
         """Add a job to the last launch, or to a new one: jobs of one launch run concurrently, so none may write what

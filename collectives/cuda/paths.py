@@ -27,6 +27,7 @@ from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.rows import Rows
 from collectives.engine.tasks import AdasumTensor, OneTensor
+from collectives.schedules.registry import REPRODUCIBLE
 from collectives.tensors.arrays import address
 
 Words = Sequence[int] | memoryview
@@ -149,7 +150,8 @@ def allreduce_path(
     """The path of an all-reduce whose result is not scaled, such as that of a packed bucket."""
     if choice.transport == "host":
         shape: Any = TensorSpec((count,), count, dtype)
-        request = accelerator.context.entries.reducing("allreduce", shape, None, {"op": op.combining(dtype)})
+        keywords = {"op": op.combining(dtype), **({"algorithm": REPRODUCIBLE} if choice.stepwise else {})}
+        request = accelerator.context.entries.reducing("allreduce", shape, None, keywords)
         return HostPath(accelerator, request)
     if choice.native:
         return NcclPath(accelerator, "allreduce", dtype, count, op)

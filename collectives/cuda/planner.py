@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from collectives.base.config import DEVICE_TRANSPORTS as TRANSPORTS
 from collectives.base.errors import InvalidArgumentError, TransportError
+from collectives.device.kernel_sources import WAYS
 from collectives.plan import planner
 from collectives.plan.planner import Placement
 from collectives.schedules import registry
@@ -55,6 +56,8 @@ class DeviceChoice:
     segments: int = 1
     pipelined: bool = False
     """Whether one segment is reduced while another travels."""
+    stepwise: bool = False
+    """Whether halves are rounded after every addition, as on the host."""
     why: str = field(default="", compare=False)
     """The reasons for the algorithm and the transport."""
 
@@ -103,14 +106,22 @@ class DevicePlanner:
         """
         names = registry.on_gpu(collective)
         native = native and registry.NATIVE in names
-        forced = planner.forced_algorithm(collective, algorithm, names, self._placement.hosts, " of GPU tensors")
+        reproducible = planner.is_reproducible(collective, algorithm)
+        native = native and not reproducible
+        forced = (
+            None
+            if reproducible
+            else (planner.forced_algorithm(collective, algorithm, names, self._placement.hosts, " of GPU tensors"))
+        )
         chosen, why_transport = self._medium(collective, nbytes, forced, transport, native)
+        if reproducible and self._placement.size > WAYS:
+            chosen, why_transport = "host", f"a kernel combines up to {WAYS} ranks by the fixed tree"
         if chosen == "host" and not (forced and forced.native):
-            return DeviceChoice(forced.name if forced else "auto", "host", why=why_transport)
+            return DeviceChoice(forced.name if forced else "auto", "host", stepwise=reproducible, why=why_transport)
         if forced:
             entry, why_algorithm = forced, "algorithm as asked for"
         else:
-            name, why_algorithm = self._choose_algorithm(collective, chosen, native)
+            name, why_algorithm = self._choose_algorithm(collective, chosen, native, reproducible)
             entry = registry.find(collective, name)
         if entry.native and (chosen != "nccl" or not native):
             why = "has no such collective for these elements" if chosen == "nccl" else "is not the transport"
@@ -125,7 +136,8 @@ class DevicePlanner:
             spanning = [name for name in names if registry.find(collective, name).spans_hosts]
             use = ", ".join(map(repr, (*spanning, "nccl"))) + " or 'host'"
             raise TransportError(f"transport='cuda-ipc': {collective} with {entry.name} stays on one host; use {use}")
-        return replace(self._segmented(entry, chosen, nbytes), why=f"{why_algorithm}; {why_transport}")
+        why = f"{why_algorithm}; {why_transport}"
+        return replace(self._segmented(entry, chosen, nbytes), stepwise=reproducible, why=why)
 
     def _medium(
         self, collective: str, nbytes: int, algorithm: Algorithm | None, transport: str | None, native: bool
@@ -159,16 +171,22 @@ class DevicePlanner:
             return "cuda-ipc", "ranks of one host"
         return "nccl", "NCCL knows the links between the GPUs"
 
-    def _choose_algorithm(self, collective: str, transport: str, native: bool) -> tuple[str, str]:
+    def _choose_algorithm(self, collective: str, transport: str, native: bool, reproducible: bool) -> tuple[str, str]:
         """The algorithm, and why."""
-        nccl = transport == "nccl"
+        nccl, hosts = transport == "nccl", self._placement.hosts
+        spans = not nccl and len(hosts) > 1 and collective == "allreduce"
         table = (
             (nccl and native, "native", "NCCL has the collective"),
             (nccl and collective != "alltoall", "ring", "NCCL does not reduce these elements"),
-            (not nccl and not self._placement.one_host and collective == "allreduce", "hierarchical", "several hosts"),
+            (spans, "hierarchical", "several hosts"),
+            (spans, registry.REPRODUCIBLE, "the fixed tree, over several hosts"),
             (True, "direct", "each block straight to the ranks that need it"),
         )
-        return next((name, why) for applies, name, why in table if applies)
+        return next(
+            (name, why)
+            for applies, name, why in table
+            if applies and (not reproducible or registry.find(collective, name).keeps_order(hosts))
+        )
 
     def _segmented(self, algorithm: Algorithm, transport: str, nbytes: int) -> DeviceChoice:
         choice, size = DeviceChoice(algorithm.name, transport), self._placement.size

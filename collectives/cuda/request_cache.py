@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.config import DEVICE_TRANSPORTS as TRANSPORTS
-from collectives.base.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError, UnsupportedError
 from collectives.base.options import Options
 from collectives.base.reduce_op import Op
 from collectives.device import kernels
@@ -21,7 +21,7 @@ from collectives.device.kernels import Scaling
 from collectives.engine.host_requests import HostRequestCache, fusion_key
 from collectives.engine.negotiation import Request
 from collectives.engine.request_cache import CachedRequest, RequestCache
-from collectives.plan.planner import Planner
+from collectives.plan.planner import Planner, is_reproducible
 from collectives.schedules import registry
 from collectives.tensors.cuda_tensors import DeviceView
 
@@ -64,8 +64,7 @@ class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
     """The requests of one world for tensors on GPUs."""
 
     def __init__(self, size: int, planner: Planner, host: HostRequestCache) -> None:
-        super().__init__(size)
-        self._planner = planner
+        super().__init__(size, planner)
         self._host = host
 
     def _reduction(
@@ -81,6 +80,15 @@ class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
             "prescale_factor": options.prescale_factor,
             "postscale_factor": options.postscale_factor,
         }
+        if is_reproducible(collective, options.algorithm):
+            keywords["algorithm"] = options.algorithm
+            if wire != dtype and (
+                op.divides(dtype) or options.prescale_factor != 1.0 or options.postscale_factor != 1.0
+            ):
+                raise UnsupportedError(
+                    "algorithm='reproducible': a GPU scales compressed elements in float32, a host in their halves; "
+                    "leave compression out, or sum without factors and scale the result"
+                )
         host = self._host.reducing(collective, _spec(view, wire), None, keywords)
         if adasum and (options.algorithm, options.transport) != (None, None):
             raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out")

@@ -44,9 +44,13 @@ class Kernel(NamedTuple):
     line: str
 
 
-def combine(operation: str, dtype: str, scaling: str) -> Kernel:
-    """The kernel that combines sources; ``operation`` and ``scaling`` name structures of the templates."""
-    return _jobs(f"combine_{operation}_{dtype}_{scaling}", f"combine<{ITEMS[dtype]}, {operation}, {scaling}>")
+def combine(operation: str, dtype: str, scaling: str, stepwise: bool = False) -> Kernel:
+    """The kernel that combines sources; ``operation`` and ``scaling`` name structures of the templates. ``stepwise``:
+    rounds to the dtype after every combination."""
+    name, item = f"combine_{operation}_{dtype}_{scaling}", ITEMS[dtype]
+    if stepwise:
+        name, operation = f"{name}_stepwise", f"Stepwise<{item}, {operation}>"
+    return _jobs(name, f"combine<{item}, {operation}, {scaling}>")
 
 
 def copy(dtype: str, scaling: str) -> Kernel:

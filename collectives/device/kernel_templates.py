@@ -163,6 +163,13 @@ struct And {
     static INLINE bool combine(bool a, bool b) { return a & b; }
 };
 
+// Rounds every intermediate result to the dtype.
+template <class Dtype, class Operation>
+struct Stepwise {
+    typedef typename Dtype::Wide Wide;
+    static INLINE Wide combine(Wide a, Wide b) { return Dtype::widen(Dtype::narrow(Operation::combine(a, b))); }
+};
+
 // ---- scalings: applied in the type of the computation ---------------------------------------------------------------
 
 struct Scaling {
@@ -257,17 +264,19 @@ INLINE void sweep(const Int64 *at, int sources, int targets, Int64 groups, Int64
                 if (s < sources && first + u * stride < groups) loaded[u][s].load((const char *)at[s] + offset[u]);
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            typename Dtype::Wide values[N];
 #pragma unroll
-            for (int n = 0; n < N; ++n) values[n] = Dtype::widen(loaded[u][0].items[n]);
+            for (int n = 0; n < N; ++n) {  // the fixed tree: neighbours, then neighbouring pairs, then fours
+                typename Dtype::Wide values[LIMIT];
 #pragma unroll
-            for (int s = 1; s < LIMIT; ++s)
-                if (s < sources)
+                for (int s = 0; s < LIMIT; ++s)
+                    if (s < sources) values[s] = Dtype::widen(loaded[u][s].items[n]);
 #pragma unroll
-                    for (int n = 0; n < N; ++n)
-                        values[n] = Operation::combine(values[n], Dtype::widen(loaded[u][s].items[n]));
+                for (int step = 1; step < LIMIT; step *= 2)
 #pragma unroll
-            for (int n = 0; n < N; ++n) loaded[u][0].items[n] = Dtype::narrow(Scale::apply(values[n], scaling));
+                    for (int s = 0; s + step < LIMIT; s += 2 * step)
+                        if (s + step < sources) values[s] = Operation::combine(values[s], values[s + step]);
+                loaded[u][0].items[n] = Dtype::narrow(Scale::apply(values[0], scaling));
+            }
         }
 #pragma unroll 1
         for (int t = 0; t < targets; ++t)

@@ -3,8 +3,9 @@
 A job is ``target[i] = scaled(source_0[i] op source_1[i] op ...)``, with up to eight sources and eight targets, which
 may be other GPUs' memory. A job of one source copies and scales. One launch does up to eight jobs.
 
-Results are those of `collectives.tensors.reduction`, with one difference: halves are summed in float32 over all
-sources, scaled there, and rounded once.
+Sources are combined by the fixed tree (`schedules.fixed_tree`). Results are those of `collectives.tensors.reduction`,
+with one difference: halves are summed in float32 over all sources, scaled there, and rounded once, unless ``stepwise``
+asks for the host's way.
 """
 
 from __future__ import annotations
@@ -112,7 +113,12 @@ class Kernels:
         return self.device.function(kernel_sources.source(kernel), kernel.name)
 
     def combination(
-        self, op: Op | None, dtype: _Dtype, shape: Sequence[tuple[int, int, int]], scaling: Scaling | None = None
+        self,
+        op: Op | None,
+        dtype: _Dtype,
+        shape: Sequence[tuple[int, int, int]],
+        scaling: Scaling | None = None,
+        stepwise: bool = False,
     ) -> Combination:
         """Jobs that are launched together, any number of times.
 
@@ -121,6 +127,7 @@ class Kernels:
                 source.
             shape: the numbers of sources (1 to 8), targets (1 to 8) and elements of each job.
             scaling: of every result, from `finish` or `prescale`; None: unscaled.
+            stepwise: halves are rounded after every combination, as on the host.
 
         Raises:
             InvalidArgumentError: a job has another shape.
@@ -134,7 +141,7 @@ class Kernels:
                     f" got {sources} sources, {targets} targets and {count} elements; give what is more than that to "
                     f"several jobs"
                 )
-        kernel, width = _choose(op, dtype, all(sources == 1 for sources, _, _ in shape), scaling)
+        kernel, width = _choose(op, dtype, all(sources == 1 for sources, _, _ in shape), scaling, stepwise)
         wide = [(sources, targets, count * width) for sources, targets, count in shape]
         return Combination(self.device, self.function(kernel), wide, dtype.itemsize // width, scaling)
 
@@ -202,7 +209,7 @@ _SHAPE = np.dtype([("counts", np.int64, JOBS), ("sources", np.int32, JOBS), ("ta
 """The structure ``Shape`` of `kernel_templates`."""
 
 
-def _choose(op: Op | None, dtype: _Dtype, copies: bool, scaling: Scaling | None) -> tuple[Kernel, int]:
+def _choose(op: Op | None, dtype: _Dtype, copies: bool, scaling: Scaling | None, stepwise: bool) -> tuple[Kernel, int]:
     """The kernel of a combination, and how many of its items make up an element."""
     if op is not None:
         check(op, dtype)
@@ -216,4 +223,5 @@ def _choose(op: Op | None, dtype: _Dtype, copies: bool, scaling: Scaling | None)
         name, width = elements(dtype)
     combining = op.combining(dtype)
     operation = _OF_BOOLS[combining] if dtypes.is_bool(dtype) else combining.value.capitalize()
-    return kernel_sources.combine(operation, name, scaling_name(scaling)), width
+    rounds = stepwise and dtypes.is_half(dtype)
+    return kernel_sources.combine(operation, name, scaling_name(scaling), rounds), width

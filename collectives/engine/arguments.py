@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +51,24 @@ def integer(argument: str, value: Any, expected: str, most: int) -> int:
     if not 0 <= number <= most:
         raise InvalidArgumentError(f"{argument}: expected {expected} from 0 to {most}, got {number}")
     return number
+
+
+def parts(keywords: Mapping[str, Any], size: int, reproducible: bool) -> int:
+    """The number of parts that an all-reduce combines over all ranks; ``reproducible``: as all reductions shall be."""
+    total = keywords["parts"]
+    if isinstance(total, bool) or not hasattr(total, "__index__"):
+        raise InvalidTypeError(f"parts: expected the number of parts of all ranks, got {total!r}")
+    if total < size:
+        raise InvalidArgumentError(f"parts: expected at least one for each of {size} ranks, got {total}")
+    algorithm = keywords.get("algorithm")
+    if algorithm != "reproducible" and not (reproducible and algorithm in (None, "auto")):
+        raise InvalidArgumentError(
+            f"parts={total}: combines by the fixed tree, which algorithm='reproducible' has to ask for, got "
+            f"algorithm={algorithm!r}"
+        )
+    if keywords.get("op") is Op.ADASUM or keywords.get("compression") is not None:
+        raise InvalidArgumentError("parts: expected neither op=Adasum nor compression; leave them out")
+    return int(total)
 
 
 def check_name(name: Any) -> None:

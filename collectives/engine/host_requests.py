@@ -41,8 +41,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
     """The requests of one world for tensors in host memory."""
 
     def __init__(self, placement: Placement, planner: Planner, plans: Plans, native: NativeTransport | None) -> None:
-        super().__init__(placement.size)
-        self._planner = planner
+        super().__init__(placement.size, planner)
         self._plans = plans
         self._native = native
 
@@ -54,7 +53,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
         dtype, shape, nbytes = view.dtype, view.shape, view.nbytes
         count = view.array.size  # the functions below must not keep the view, and with it the caller's memory
         kernel = reduction.kernel(op, dtype)
-        finish = reduction.finish(op, dtype, self._size, options.postscale_factor)
+        finish = reduction.finish(op, dtype, options.parts or self._size, options.postscale_factor)
 
         def choose(mapped: bool = False) -> Choice:
             return self._choose_reduction(collective, nbytes, op, dtype, options.algorithm, options.transport, mapped)
@@ -72,6 +71,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
             prescale=options.prescale_factor,
             postscale=options.postscale_factor,
             parts=parts,
+            of_parts=options.parts,
         )
         moves = self._size > 1 and count > 0
         locates = (
@@ -80,7 +80,8 @@ class HostRequestCache(RequestCache[CachedRequest]):
         make_mapped = (lambda: make_plan(True)) if locates else None
         entry = _of_tensor(CachedRequest(request, self._planner, make_plan if moves else None, make_mapped), view)
         entry.finish = finish
-        entry.prescale = reduction.prescale(dtype, options.prescale_factor)
+        # The parts are scaled before they are combined on their rank.
+        entry.prescale = None if options.parts else reduction.prescale(dtype, options.prescale_factor)
         entry.warns = reduction.warns(dtype)
         entry.kernel, entry.op = kernel, op
         if collective == "allreduce" and moves:
@@ -130,6 +131,14 @@ class HostRequestCache(RequestCache[CachedRequest]):
         request = replace(_request(collective, view, options), shape=view.shape[1:])
         entry = CachedRequest(request, self._planner)
         entry.dtype = view.dtype
+        return entry
+
+    def gathering_parts(self, reduced: CachedRequest) -> CachedRequest:
+        """The request of the allgather of the values of parts that an all-reduce combines."""
+        key = ("parts", reduced)
+        request = replace(reduced.request, collective="allgather", algorithm=None)
+        entry = self._look_up(key) or self._remember(key, CachedRequest(request, self._planner))
+        entry.dtype = reduced.dtype
         return entry
 
     def group(self, collective: str, name: str | None, members: Sequence[CachedRequest]) -> CachedRequest:
@@ -278,4 +287,4 @@ def _of_tensor(entry: CachedRequest, view: View) -> CachedRequest:
 
 def fusion_key(options: Options) -> tuple[Any, ...]:
     """What fused all-reduces share besides dtype and operation."""
-    return options.prescale_factor, options.postscale_factor, options.algorithm, options.transport
+    return options.prescale_factor, options.postscale_factor, options.algorithm, options.transport, options.parts

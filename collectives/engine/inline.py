@@ -1,7 +1,7 @@
 """Small all-reduces between hosts whose data travels inline, as words of the round in which the ranks agree.
 
-Every rank gets the tensors of all ranks with their tokens, and combines them in the order of the ranks: one message in
-place of two in turn, and the same result on every rank, to the bit.
+Every rank gets the tensors of all ranks with their tokens, and combines them by the fixed tree: one message in place of
+two in turn, and the same result on every rank, to the bit.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from collectives.schedules import fixed_tree
+from collectives.tensors import reduction
 from collectives.tensors.reduction import Kernel, Scaling
 from collectives.transport.base import Array
 
@@ -26,6 +28,7 @@ class Inline:
         self._dtype = dtype
         self._nbytes = nbytes = count * dtype.itemsize
         self._kernel, self._finish = kernel, finish
+        self._spares = list(np.empty((fixed_tree.intermediates(size), count), dtype))
         self._padded: Array | None = None
         if nbytes % WORD_BYTES:
             self._padded = np.zeros(-(-nbytes // WORD_BYTES) * WORD_BYTES, np.uint8)
@@ -42,14 +45,11 @@ class Inline:
     def reduce(self, words_of: Callable[[int], Sequence[int]], out: Array) -> None:
         """Combine the tensors that all ranks entered the round with (``words_of`` as of `Control`) into ``out``, which
         may be the memory of this rank's tensor."""
-        nbytes, dtype, kernel = self._nbytes, self._dtype, self._kernel
-        combined: Array | None = None
-        for peer in self._peers:
-            block = np.frombuffer(words_of(peer), np.uint8)[:nbytes].view(dtype)  # type: ignore[call-overload]
-            if combined is None:
-                combined = block
-            else:
-                kernel(combined, block, out)
-                combined = out
+        nbytes, dtype = self._nbytes, self._dtype
+        blocks = [
+            np.frombuffer(words_of(peer), np.uint8)[:nbytes].view(dtype)  # type: ignore[call-overload]
+            for peer in self._peers
+        ]
+        reduction.combine(self._kernel, blocks, self._spares, out)
         if self._finish is not None:
             self._finish(out, out)

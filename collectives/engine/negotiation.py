@@ -33,6 +33,7 @@ class Request:
         wire: the dtype in which elements are sent; None: their own.
         members: the requests of a grouped operation, which are carried out together.
         parts: the shapes of the tensors that are concatenated in this one, if there are several.
+        of_parts: how many parts, divided among the ranks, are combined; None: each rank's tensor is one.
         persistent: the number of a persistent operation, which all ranks have agreed on; None: of no such one.
         detail: an "invalid" request's error.
     """
@@ -51,6 +52,7 @@ class Request:
     wire: str | None = None
     members: tuple[Request, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
+    of_parts: int | None = None
     persistent: int | None = None
     detail: str = field(default="", compare=False)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from collectives.base import dtypes
 from collectives.base.options import CallOptions, Options, ReduceOptions, ScaleOptions, complete
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
@@ -22,6 +23,7 @@ from collectives.engine.inline import Inline
 from collectives.engine.negotiation import Request
 from collectives.plan.plan import Plan
 from collectives.plan.planner import Planner
+from collectives.schedules import registry
 from collectives.tensors import reduction
 from collectives.transport.base import Array
 
@@ -180,8 +182,10 @@ class RequestCache(ABC, Generic[Cached]):
             has no request.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, planner: Planner) -> None:
         self._size = size
+        self._planner = planner
+        self.reproducible = planner.reproducible
         self._known: dict[tuple[Any, ...], Cached] = {}
         self.get: Callable[[tuple[Any, ...]], Cached | None] = self._known.get
 
@@ -213,6 +217,7 @@ class RequestCache(ABC, Generic[Cached]):
             options = complete(scaling, ScaleOptions)._replace(op=keywords["op"])
         op = arguments.operation(options.op, average)
         arguments.check_name(options.name)
+        options = self._with_order(collective, options, op, view.dtype)
         return self._remember(key, self._reduction(collective, view, op, options, parts))
 
     def broadcasting(self, view: Any, root: int, keywords: Keywords) -> Cached:
@@ -230,6 +235,16 @@ class RequestCache(ABC, Generic[Cached]):
         """The request of an allgather or an all-to-all, whose plans depend on rows that are not known yet."""
         key = (collective, view.dtype, view.shape[1:], *keywords, *keywords.values())
         return self._look_up(key) or self._remember(key, self._gathering(collective, view, _complete(keywords)))
+
+    def _with_order(self, collective: str, options: Options, op: Op, dtype: np.dtype[Any]) -> Options:
+        """The options with the algorithm that the settings ask of reductions for which the call names none."""
+        # An Adasum has an order of its own; a product of complex numbers has none.
+        if not self._planner.reproducible or op is Op.ADASUM or (op is Op.PRODUCT and dtypes.is_complex(dtype)):
+            return options
+        if options.algorithm in (None, "auto"):
+            return options._replace(algorithm=registry.REPRODUCIBLE)
+        self._planner.check_order(collective, options.algorithm)
+        return options
 
     @abstractmethod
     def _reduction(

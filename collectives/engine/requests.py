@@ -6,21 +6,22 @@ submitted, so that a refused argument leaves nothing to undo.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from collectives.base import dtypes
-from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError, UnsupportedError
 from collectives.base.options import CallOptions, ReduceOptions, ScaleOptions, complete
 from collectives.base.reduce_op import Op
-from collectives.engine import arguments, overlaps
+from collectives.engine import arguments, host_handles, overlaps
 from collectives.engine.handles import EMPTY, Handle, no_result
 from collectives.engine.host_handles import HostHandles
 from collectives.engine.negotiation import Request
 from collectives.engine.request_cache import RequestCache
-from collectives.schedules import partition
+from collectives.schedules import fixed_tree, partition
 from collectives.tensors import arrays, compression, reduction
 from collectives.tensors.arrays import View
 
@@ -85,14 +86,16 @@ class HandleFactory:
         average: bool | None,
         in_place: bool,
         out: Any = None,
-        parts: tuple[tuple[int, ...], ...] = (),
+        shapes: tuple[tuple[int, ...], ...] = (),
     ) -> Handle:
         """An all-reduce.
 
         Args:
             out: a C-contiguous array of the tensor's shape and dtype for the result, in place of one from the pool.
-            parts: the shapes of the tensors that are concatenated in this one; equal on every rank.
+            shapes: the shapes of the tensors that are concatenated in this one; equal on every rank.
         """
+        if keywords.get("parts") is not None:
+            return self._of_parts(keywords, tensor, average, in_place, out)
         compressor = keywords.get("compression")
         if compressor is not None and not any(compressor is built_in for built_in in compression.BUILT_IN):
             return self._compressed_by(compressor, keywords, tensor, average, in_place)
@@ -103,11 +106,78 @@ class HandleFactory:
         handles = self._of(view)
         wire = compressor.wire(view.dtype) if compressor is not None and handles is self.host else None
         if wire is not None:
-            return self.host.compressed(keywords, view, tensor, average, in_place, wire, out, parts)
-        entry = handles.requests.reducing("allreduce", view, average, keywords, parts)
+            return self.host.compressed(keywords, view, tensor, average, in_place, wire, out, shapes)
+        entry = handles.requests.reducing("allreduce", view, average, keywords, shapes)
         if in_place:
             return handles.in_place(entry, view, tensor)
         return handles.out_of_place(entry, view, view.shape, out)
+
+    def _of_parts(self, keywords: Keywords, tensor: Any, average: bool | None, in_place: bool, out: Any) -> Handle:
+        """An all-reduce of parts by the fixed tree over all of them, of which the tensor has this rank's share.
+
+        Subtrees are combined on the rank. Where that leaves one value on every rank, it is an all-reduce of these;
+        elsewhere all ranks gather all values, and each combines the rest of the tree.
+        """
+        total, view = arguments.parts(keywords, self._size, self.host.requests.reproducible), arrays.view(tensor)
+        if in_place or out is not None:
+            raise InvalidArgumentError("parts: the result has the shape of one part; use allreduce, without out")
+        if not isinstance(view, View):
+            raise UnsupportedError("parts: expected a tensor in host memory, got one on a GPU; copy it to the host")
+        shares = fixed_tree.shares(total, self._size)
+        begin, end = shares[self._rank]
+        if view.shape[:1] != (end - begin,):
+            raise InvalidArgumentError(
+                f"parts={total}: rank {self._rank} of {self._size} has parts {begin} to {end - 1}, expected a tensor "
+                f"whose first dimension is {end - begin}, got shape {view.shape}; divide the parts as "
+                "numpy.array_split does"
+            )
+        op = arguments.operation(keywords.get("op"), average)
+        keywords = {key: value for key, value in keywords.items() if key not in ("op", "stream", "compression")}
+        shape, dtype = view.shape[1:], view.dtype
+        kernel = reduction.kernel(op, dtype)
+        # One row, of which only the request is needed: it checks the arguments, and has the scalings.
+        entry = self.host.requests.reducing("allreduce", _Row(shape, dtype), None, {**keywords, "op": op})
+        prescale = reduction.prescale(dtype, entry.request.prescale)
+        parts = view.array.reshape(end - begin, -1)
+        own = [fixed_tree.nodes(first, last, total) for first, last in shares]
+        values = np.empty((len(own[self._rank]), parts.shape[1]), dtype)
+
+        def combine(a: Any, b: Any) -> Any:
+            kernel(a, b, a)
+            return a
+
+        def part(leaf: fixed_tree.Range) -> Any:
+            if leaf[1] - leaf[0] > 1:
+                return None
+            value = parts[leaf[0] - begin].copy()
+            if prescale is not None:
+                prescale(value, value)
+            return value
+
+        with reduction.quiet():
+            for row, (first, last) in zip(values, own[self._rank], strict=True):
+                row[...] = fixed_tree.evaluate(first, last, part, combine)
+        if all(len(nodes) == 1 for nodes in own):
+            flat = values.reshape(-1)
+            return Handle(entry, flat, flat, host_handles.wrap, (view, flat.reshape(shape)))
+        finish, ranges = entry.finish, [node for nodes in own for node in nodes]
+
+        def deliver(gathered: Any, counts: Any) -> Any:
+            if sum(counts) != len(ranges):
+                raise MismatchError(
+                    f"parts={total}: expected {len(ranges)} values from all ranks, got {sum(counts)}: a rank "
+                    "has joined, and has no parts; give each rank its share"
+                )
+            found = dict(zip(ranges, arrays.view(gathered).array.reshape(len(ranges), -1), strict=True))
+            with reduction.quiet():
+                whole = fixed_tree.evaluate(0, total, found.get, combine)
+                if finish is not None:
+                    finish(whole, whole)
+            return view.wrap(whole.copy().reshape(shape))
+
+        gathering = self.host.requests.gathering_parts(entry)
+        rows = arrays.view(values.reshape(len(values), *shape))
+        return self.host.gathered(gathering, rows, (len(values),), deliver)
 
     def _compressed_by(
         self, compressor: Any, keywords: Keywords, tensor: Any, average: bool | None, in_place: bool
@@ -262,6 +332,8 @@ class HandleFactory:
         op = Op(request.op)
         view = handles.filled(shape, dtype, 0 if op is Op.ADASUM else reduction.identity(op, dtype))
         keywords |= {"op": op, "prescale_factor": request.prescale, "postscale_factor": request.postscale}
+        if request.of_parts is not None:
+            keywords["parts"] = request.of_parts
         if request.wire is not None:
             keywords["compression"] = compression.named(request.wire)
         entry = handles.requests.reducing(request.collective, view, None, keywords, request.parts)
@@ -286,6 +358,25 @@ class HandleFactory:
     def share(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this rank's rows."""
         return (partition.rows(shape[0], self._size)[self._rank], *shape[1:])
+
+
+class _Row(NamedTuple):
+    """What a request has of the view of one part."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def array(self) -> _Row:
+        return self
 
 
 def _view(keywords: Keywords, tensor: Any, writable: bool = False) -> tuple[Any, Keywords]:

@@ -71,9 +71,9 @@ def allreduce(
     for array, place in zip(arrays, places, strict=True):
         np.copyto(place, array.reshape(-1))
     if len(wholes) == 1:
-        world.allreduce_(wholes[0], parts=parts[0], **how)
+        world.allreduce_(wholes[0], shapes=parts[0], **how)
     else:
-        world.grouped_allreduce_(wholes, parts=parts, **how)
+        world.grouped_allreduce_(wholes, shapes=parts, **how)
 
 
 def allreduce_apart(

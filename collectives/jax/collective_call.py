@@ -181,11 +181,11 @@ class CollectiveCall:
             return list(results)
         if results is operands:
             if len(operands) == 1:
-                return [world.allreduce_(operands[0], parts=parts[0], **options)]
-            return list(world.grouped_allreduce_(list(operands), parts=parts, **options))
+                return [world.allreduce_(operands[0], shapes=parts[0], **options)]
+            return list(world.grouped_allreduce_(list(operands), shapes=parts, **options))
         if not self.grouped:
             return [world.allreduce(operands[0], out=None if results is None else results[0], **options)]
-        return world.grouped_allreduce(list(operands), out=results, parts=parts, **options)
+        return world.grouped_allreduce(list(operands), out=results, shapes=parts, **options)
 
     def _group(self, world: World, operands: Sequence[Any]) -> list[Any]:
         begin = getattr(world, f"{'grouped_' * self.grouped}{self.collective}_async")

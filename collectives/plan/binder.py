@@ -7,7 +7,7 @@ list of closures, and neither plans nor allocates. The most frequent actions hav
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
 from collectives.plan.one_reduction import Combination, combination
 from collectives.plan.plan import BoundRound
 from collectives.plan.program import Action, Medium, Program, RoundProgram, Space, Verb
+from collectives.schedules import fixed_tree
 from collectives.transport.base import Array
 from collectives.transport.group import Group
 
@@ -35,7 +36,8 @@ class Binder:
     windows: Sequence[Array | None]
     """Every rank's window as bytes; None for ranks elsewhere."""
     scratch: list[Array]
-    """One array of ``dtype``: block 0 takes what is read directly, the others messages that are reduced."""
+    """One array of ``dtype``: block 0 takes what is read directly, the next ones intermediate results of merges, and
+    the others messages that are reduced."""
     dtype: np.dtype[Any]
     block: int
     """In elements."""
@@ -49,8 +51,8 @@ class Binder:
         self._board = self.group.memory.board if self.group.memory is not None else None
         self._itemsize = self.dtype.itemsize
         self._blocks = BlockLookup(self.state, self.group.rank, self.windows, self.scratch, self.dtype, self.block)
-        self._buffers = 1
-        """Blocks of the scratch memory in use; the first one takes what is read directly."""
+        self._buffers = 1 + (fixed_tree.intermediates(self.group.size) if self.kernel is not None else 0)
+        """Blocks of the scratch memory in use."""
         self._arrivals: dict[int, list[Any]] = {}
         """The message that an action receives in the present segment, by the action's id."""
 
@@ -64,7 +66,9 @@ class Binder:
             posts.append(self._post_receive(action, buffers.get(id(action))))
         posts += [self._post_send(action) for action in program.sends]
         pushes = [self._push(action) for action in program.pushes]
-        rest = [self._act(a, buffers.get(id(a))) for a in program.rest]
+        rest = [
+            self._merge(a, buffers) if a.verb is Verb.MERGE else self._act(a, buffers.get(id(a))) for a in program.rest
+        ]
         return BoundRound(posts, pushes, rest, program.drain_first)
 
     def combination(self, program: Program) -> Combination | None:
@@ -133,6 +137,60 @@ class Binder:
                 return self._reduce_message(action, value)
             return self._reduce(action, value, wait)
         return self._take(action, value, wait, buffer)
+
+    def _merge(self, action: Action, buffers: Mapping[int, int]) -> Do:
+        """Combine values by the fixed tree, each when it is there."""
+        values, kernel, finish = action.values, self.kernel, self.finish if action.finish else None
+        assert kernel is not None
+        combine, length = kernel, self._blocks.length(action.size)
+        target, also = self._merged(action)
+
+        def operand(number: int, spare: int) -> tuple[Do, BlockOf]:
+            if number >= len(values):
+                return _nothing, self._blocks.in_scratch(1 + number - len(values))
+            value = values[number]
+            if value.peer == self.group.rank:
+                return _nothing, self._own_value(value, 1 + spare)
+            return self._wait(value), self._value(value, buffers.get(id(value)), 1 + spare)
+
+        own = next(number for number, value in enumerate(values) if value.peer == self.group.rank)
+        steps = [
+            (*operand(left, depth), *operand(right, spare), self._blocks.in_scratch(1 + depth))
+            for left, right, depth, spare in fixed_tree.merges(len(values), own)
+        ]
+        *inner, (wait_left, left, wait_right, right, _) = steps
+
+        def merge(segment: int) -> None:
+            n = length(segment)
+            if n <= 0:
+                return
+            for wait_one, one, wait_other, other, into in inner:
+                wait_one(segment)
+                wait_other(segment)
+                combine(one(segment, n), other(segment, n), into(segment, n))
+            wait_left(segment)
+            wait_right(segment)
+            out = target(segment, n)
+            combine(left(segment, n), right(segment, n), out)
+            if finish is not None:
+                finish(out, out)
+            if also is not None:
+                also(segment, n, out)
+
+        return merge
+
+    def _own_value(self, action: Action, spare: int) -> BlockOf:
+        """This rank's value of a merge, which may use a block of the scratch memory."""
+        assert action.source is not None
+        return self._blocks.own(action.source)
+
+    def _merged(self, action: Action) -> tuple[BlockOf, Callable[[int, int, Array], None] | None]:
+        """Where the result of a merge goes, and what copies it to its second place."""
+        assert action.target is not None
+        second = self._second(action)
+        if second is None:
+            return self._blocks.own(action.target), None
+        return self._blocks.own(action.target), lambda segment, n, block: np.copyto(second(segment, n), block)
 
     def _shortcut(self, action: Action, wait: Do) -> Do | None:
         """The closure of `fast_paths` for an action, if there is one."""
@@ -294,8 +352,9 @@ class Binder:
 
         return take
 
-    def _value(self, action: Action, buffer: int | None) -> BlockOf:
-        """The peer's block as an array: in its window, in this rank's memory, or fetched into scratch memory."""
+    def _value(self, action: Action, buffer: int | None, number: int = 0) -> BlockOf:
+        """The peer's block as an array: in its window, in this rank's memory, or fetched into block ``number`` of the
+        scratch memory."""
         if action.medium is Medium.MESSAGE:
             return self._blocks.in_scratch(buffer or 0)
         source, peer = action.source, action.peer
@@ -303,9 +362,8 @@ class Binder:
         if source.space is Space.WINDOW:
             own = action.returned and action.verb is Verb.TAKE
             return self._blocks.in_window(self.group.rank if own else peer, source)
-        if peer == self.group.rank:
-            return self._blocks.own(source)
-        memory, scratch, itemsize = self.group.memory, self.scratch, self._itemsize
+        memory, into, itemsize = self.group.memory, self._blocks.in_scratch(number), self._itemsize
+        at = number * self.block * itemsize
         assert memory is not None
         there, fetch, state = self._blocks.peer_address(peer, source), memory.fetch, self.state
         remote = self._blocks.mapped(peer, source)
@@ -314,8 +372,8 @@ class Binder:
             block = remote(segment, n)
             if block is not None:
                 return block
-            fetch(peer, there(segment), state.scratch_at, n * itemsize)
-            return scratch[0][:n]
+            fetch(peer, there(segment), state.scratch_at + at, n * itemsize)
+            return into(segment, n)
 
         return value
 

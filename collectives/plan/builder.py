@@ -127,7 +127,7 @@ class Plans(Builder[Choice, Plan]):
         self.log_choice("allreduce", pieces.total, dtype, "fused direct over mapped", why)
         start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
         block = MAPPED_BLOCK_BYTES // dtype.itemsize
-        return self._executor.bucket_loop(pieces, start, size, block, kernel, finish)
+        return self._executor.bucket_loop(pieces, dtype, start, size, block, kernel, finish)
 
     def log_choice(self, collective: str, count: int, dtype: np.dtype[Any], how: str, why: str) -> None:
         """Log how ``count`` elements in all will travel, and why; on rank 0 alone, because all ranks do the same."""

@@ -31,6 +31,7 @@ from collectives.plan.one_reduction import OneReduction, Quietly
 from collectives.plan.packing_binder import PackingBinder
 from collectives.plan.plan import BoundRound, Plan
 from collectives.plan.program import Program
+from collectives.schedules import fixed_tree
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
 from collectives.transport.group import Group
 
@@ -65,7 +66,9 @@ class Executor:
             np.empty(WINDOW_BYTES, np.uint8) if rank == group.rank else None for rank in range(group.size)
         ]
         self._others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
-        """The peers, in the order in which the direct algorithms combine their blocks."""
+        """The peers, in the order in which the direct algorithms meet them."""
+        self._held = 1 + fixed_tree.intermediates(group.size)
+        """Blocks of the scratch memory that a reduction needs besides its messages."""
         self._scratch = np.empty(0, np.uint8)
         self._scratch_views: dict[np.dtype[Any], list[Array]] = {}
 
@@ -87,9 +90,9 @@ class Executor:
     ) -> Plan:
         """Make a plan: every action of the program becomes a closure that takes the segment's number. ``mapped``: the
         tensors of all ranks are."""
-        # The first block takes what is read directly, those behind it messages.
-        reads = kernel is not None or program.messages > 0
-        self._grow_scratch((program.messages + reads) * block * dtype.itemsize)
+        # The first blocks take what is read directly and sums in between, those behind them messages.
+        first = self._held if kernel is not None else program.messages > 0
+        self._grow_scratch((program.messages + first) * block * dtype.itemsize)
         scratch = self._scratch_as(dtype)
         common = self.state, self._group, self._windows, scratch, dtype, block, segments, stride, staged, kernel, finish
         binder = Binder(*common) if pieces is None else PackingBinder(*common, pieces=pieces)
@@ -98,8 +101,9 @@ class Executor:
         plan = Plan(program, rounds, segments, stride, staged, description, reads_outputs, combination)
         plan.takes_slots = takes_slots
         if mapped and not takes_slots and self._board is not None:
+            peers, groups = self._others, plan.groups
             plan.loop = make_loop(
-                program, self._group.rank, self.state, self._board, self._others, plan.groups, block, kernel, finish
+                program, self._group.rank, self.state, self._board, peers, groups, block, kernel, finish, scratch
             )
         return plan
 
@@ -126,12 +130,21 @@ class Executor:
                 holder[0] = self._scratch.view(dtype)
 
     def bucket_loop(
-        self, pieces: Pieces, start: int, size: int, block: int, kernel: Kernel, finish: Scale | None
+        self,
+        pieces: Pieces,
+        dtype: np.dtype[Any],
+        start: int,
+        size: int,
+        block: int,
+        kernel: Kernel,
+        finish: Scale | None,
     ) -> MappedBucket:
         """What reduces a bucket of mapped tensors, of which this rank owns ``size`` elements from ``start`` on."""
         memory = self._group.memory
         assert memory is not None
-        return MappedBucket(self.state, memory, self._others, pieces, start, size, block, kernel, finish)
+        self._grow_scratch(self._held * block * dtype.itemsize)
+        rank, scratch = self._group.rank, self._scratch_as(dtype)
+        return MappedBucket(self.state, memory, self._others, rank, pieces, start, size, block, kernel, finish, scratch)
 
     def one_reduction(self, plan: Plan, quietly: Quietly | None) -> OneReduction | None:
         """The quickest way to agree on a plan and to run it, if one reduction is all that it does."""

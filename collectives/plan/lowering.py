@@ -7,7 +7,9 @@ round that wrote it. All ranks count rounds alike, so a wait is "until the peer 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from collectives.plan.program import Action, Layout, Medium, Place, Program, RoundProgram, Space, Verb
 from collectives.plan.versions import ChunkValue, Versions
@@ -108,6 +110,8 @@ class _Lowering:
             for step, medium in zip(steps, media, strict=True)
             if step.kind is StepKind.SEND and medium is Medium.MESSAGE
         }
+        left = Counter(step.chunk for step in steps if step.kind is StepKind.REDUCE)
+        reductions: dict[int, list[Action]] = {}
         sends: list[Action] = []
         pushes: list[Action] = []
         rest: list[Action] = []
@@ -115,7 +119,12 @@ class _Lowering:
             if step.kind is StepKind.COPY:
                 home = Place(Space.OUTPUT, own.outputs[step.chunk])
                 rest.append(self._own(Verb.TAKE, step.chunk, own.place(step.chunk, 0), home))
-            elif step.kind is not StepKind.SEND:
+            elif step.kind is StepKind.REDUCE:
+                reductions.setdefault(step.chunk, []).extend(self._receive(number, step, medium, leaving))
+                left[step.chunk] -= 1
+                if not left[step.chunk]:
+                    rest.append(self._merge(reductions[step.chunk]))
+            elif step.kind is StepKind.RECEIVE:
                 rest += self._receive(number, step, medium, leaving)
             elif medium is Medium.MESSAGE:
                 sends.append(self._send(Verb.SEND, step, medium))
@@ -125,9 +134,29 @@ class _Lowering:
                 pushes.append(self._send(Verb.PUSH, step, medium, peer.place(step.chunk, version)))
             elif medium.in_place and own.place(step.chunk, step.version).space is not Space.WINDOW:
                 self.touched[step.peer] = number
-        receives = tuple(action for action in rest if action.medium is Medium.MESSAGE)
-        return RoundProgram(
-            receives, tuple(sends), tuple(pushes), tuple(rest), not leaving.isdisjoint(own.written_in(number))
+        round_program = RoundProgram(
+            (), tuple(sends), tuple(pushes), tuple(rest), not leaving.isdisjoint(own.written_in(number))
+        )
+        receives = tuple(action for action in round_program.reads if action.medium is Medium.MESSAGE)
+        return replace(round_program, receives=receives)
+
+    def _merge(self, reductions: list[Action]) -> Action:
+        """The reductions of one chunk in one round as one action."""
+        first, last = reductions[0], reductions[-1]
+        if first is last:
+            return first
+        rank = self._own_versions.rank
+        own = Action(Verb.TAKE, Medium.WINDOW, rank, first.size, first.operand)
+        return replace(
+            last,
+            verb=Verb.MERGE,
+            medium=Medium.WINDOW,
+            peer=rank,
+            source=None,
+            operand=first.operand,
+            after=-1,
+            detour=False,
+            values=tuple(sorted((own, *reductions), key=lambda action: action.peer)),
         )
 
     def _own(self, verb: Verb, chunk: int, source: Place, target: Place) -> Action:
@@ -142,10 +171,7 @@ class _Lowering:
         own, chunk, peer, size = self._own_versions, step.chunk, step.peer, self._sizes[step.chunk]
         source, after, target, returned = None, -1, own.place(chunk, step.version + 1), False
         also = own.second_place(chunk, step.version + 1)
-        if peer == own.rank:
-            medium = Medium.WINDOW
-            source = own.window_place(chunk, 0) if chunk in own.staged_chunks else own.place(chunk, step.before)
-        elif medium.in_place and step.push:
+        if medium.in_place and step.push:
             self.touched[peer] = number
             again = own.read_later(number, chunk)
             return [Action(Verb.AWAIT, medium, peer, size, None, after=number)] if again else []

@@ -13,7 +13,8 @@ import numpy as np
 
 from collectives.fusion import Pieces
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
-from collectives.plan.mapped_loops import meet
+from collectives.plan.mapped_loops import meet, spare_blocks
+from collectives.tensors.reduction import combine
 from collectives.transport.base import Array, MemoryTransport
 
 
@@ -37,7 +38,7 @@ class MappedBucket:
     """The loop of one bucket.
 
     Attributes:
-        peers: the other ranks, in the order in which their blocks are combined.
+        peers: the other ranks, beginning with the next one; ``own`` of them are below this one.
         pieces: the tensors; ``sources`` and ``outs`` are this rank's.
         start, size, block: of this rank's chunk of all tensors together, in elements.
         rest: tensors' numbers and slices of the peers' chunks: what they read of this rank's inputs.
@@ -46,12 +47,15 @@ class MappedBucket:
     state: ExecutorState
     memory: MemoryTransport
     peers: Sequence[int]
+    own: int
     pieces: Pieces
     start: int
     size: int
     block: int
     kernel: Kernel
     finish: Scale | None
+    scratch: Sequence[Array]
+    """As of `MappedReduction`."""
 
     def __post_init__(self) -> None:
         pieces, start, end = self.pieces, self.start, self.start + self.size
@@ -73,14 +77,17 @@ class MappedBucket:
             RankFailedError, CollectiveTimeoutError, TransportError: as the transport; arrays are undefined then.
         """
         kernel, finish, sources, outs = self.kernel, self.finish, self.pieces.sources, self.pieces.outs
+        spares, below = spare_blocks(self.scratch, self.block, 1 + len(peers)), len(peers) - self.own
         for number, cut in self._cuts:
             source, out = sources[number], outs[number]
             result = out[cut]
-            own = result if source is out else source[cut]
+            values = []
             for peer in peers:
                 tensor = peer.inputs[number]
-                kernel(own, self._fetch(peer, number, cut, result) if tensor is None else tensor[cut], result)
-                own = result
+                values.append(self._fetch(peer, number, cut, result) if tensor is None else tensor[cut])
+            own = result if source is out else source[cut]
+            values = [*values[below:], own, *values[:below]]
+            combine(kernel, values, [spare[: result.size] for spare in spares], result, self.own)
             if finish is not None:
                 finish(result, result)
             for peer in peers:

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale, await_all
 from collectives.plan.program import Action, Program, Space, Verb
+from collectives.schedules.fixed_tree import intermediates
+from collectives.tensors.reduction import combine
 from collectives.transport.base import Array
 from collectives.transport.host.board import Board
 
@@ -43,7 +45,9 @@ class MappedReduction:
     state: ExecutorState
     board: Board
     peers: Sequence[int]
-    """The other ranks, in the order in which their blocks are combined."""
+    """The other ranks, beginning with the next one."""
+    own: int
+    """This rank's place among all ranks."""
     groups: int
     """Step groups of the plan."""
     start: int
@@ -56,6 +60,8 @@ class MappedReduction:
     """Whether the chunk is written into the peers' outputs."""
     kernel: Kernel
     finish: Scale | None
+    scratch: Sequence[Array]
+    """One array, with room for the intermediate results of a block behind a first block; replaced when it grows."""
 
     def __post_init__(self) -> None:
         cuts = [(at, min(at + self.block, self.size)) for at in range(0, self.size, self.block)]
@@ -67,19 +73,24 @@ class MappedReduction:
     def cut(self, views: Views) -> Any:
         blocks = []
         for cut, at in self._cuts:
-            first, *rest = [source[cut] for source, _ in views]
+            values = [source[cut] for source, _ in views]
             targets = tuple(target[at] for _, target in views) if self.pushes else ()
-            blocks.append((cut, at, first, tuple(rest), targets))
+            below = len(values) - self.own
+            blocks.append((cut, at, values[below:], values[:below], targets))
         return blocks
 
     def run(self, source: Array, out: Array, blocks: Any) -> None:
-        kernel, finish = self.kernel, self.finish
-        in_place = source is out
-        for cut, at, first, rest, targets in blocks:
+        kernel, finish, own = self.kernel, self.finish, self.own
+        in_place, pair = source is out, len(self.peers) == 1
+        spares = spare_blocks(self.scratch, self.block, 1 + len(self.peers))
+        for cut, at, before, after, targets in blocks:
             result = out[at]
-            kernel(result if in_place else source[cut], first, result)
-            for block in rest:
-                kernel(result, block, result)
+            value = result if in_place else source[cut]
+            if pair:
+                kernel(value, (before or after)[0], result)
+            else:
+                values = (*before, value, *after)
+                combine(kernel, values, [spare[: result.size] for spare in spares], result, own)
             if finish is not None:
                 finish(result, result)
             for target in targets:
@@ -148,6 +159,7 @@ def make_loop(
     block: int,
     kernel: Kernel | None,
     finish: Scale | None,
+    scratch: Sequence[Array],
 ) -> Loop | None:
     """The loop that does what a program for mapped tensors says, all of whose exchanges are in place, and which takes
     no window slots on any rank; None if it is none of these. Arguments as of `MappedReduction`."""
@@ -168,30 +180,50 @@ def make_loop(
             [(place[peer], *move) for peer, *move in moves if peer != rank],  # type: ignore[misc]
             [tuple(move) for peer, *move in moves if peer == rank],  # type: ignore[misc]
         )
-    if kernel is None or [action.peer for action in acts] != list(peers):
+    if kernel is None or len(acts) != 1 or not acts[0].finish:
         return None
-    first = acts[0]
-    start, out_start = _offsets(first)
-    same = all(
-        action.verb is Verb.REDUCE and action.finish == (number == len(acts) - 1) for number, action in enumerate(acts)
-    )
+    (reduced,) = acts
+    values = reduced.values or (reduced,)
+    if {action.peer for action in values} - {rank} != set(peers):
+        return None
+    assert reduced.operand is not None and reduced.target is not None
+    start, out_start = reduced.operand.offset, reduced.target.offset
     pushed = {(action.peer, action.target.offset if action.target is not None else -1) for action in pushes}
-    if not same or (pushes and pushed != {(peer, out_start) for peer in peers}):
+    if pushes and pushed != {(peer, out_start) for peer in peers}:
         return None
     return MappedReduction(
-        state, board, peers, groups, start, first.size, block, out_start, bool(pushes), kernel, finish
+        state,
+        board,
+        peers,
+        sum(peer < rank for peer in peers),
+        groups,
+        start,
+        reduced.size,
+        block,
+        out_start,
+        bool(pushes),
+        kernel,
+        finish,
+        scratch,
     )
+
+
+def spare_blocks(scratch: Sequence[Array], block: int, ranks: int) -> list[Array]:
+    """The memory for the intermediate results of a block of each of ``ranks``."""
+    return [scratch[0][number * block : (number + 1) * block] for number in range(1, 1 + intermediates(ranks))]
 
 
 def _reads_input(action: Action) -> bool:
-    """Whether an action reads an input that no rank changes before, and writes this rank's output."""
-    source, target = action.source, action.target
+    """Whether an action reads inputs that no rank changes before, and writes this rank's output."""
+    target = action.target
     return (
-        source is not None
-        and target is not None
-        and action.after < 0
+        target is not None
+        and target.space is Space.OUTPUT
         and action.also is None
-        and (source.space, target.space) == (Space.INPUT, Space.OUTPUT)
+        and all(
+            one.source is not None and one.source.space is Space.INPUT and one.after < 0
+            for one in action.values or (action,)
+        )
     )
 
 

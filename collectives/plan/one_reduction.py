@@ -11,6 +11,7 @@ import numpy as np
 from collectives.plan.blocks import BlockLookup
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale, await_all
 from collectives.plan.program import Medium, Place, Program, Space, Verb
+from collectives.schedules import fixed_tree
 from collectives.transport.base import SLOTS, Array
 from collectives.transport.host.board import Board
 
@@ -27,8 +28,7 @@ class Combination(NamedTuple):
     own: Sequence[Array]
     """This rank's block in each slot of its window."""
     blocks: Sequence[Sequence[Array]]
-    """The blocks of all ranks' windows, likewise, in the order in which they are combined; of two ranks, this rank's is
-    the first one."""
+    """The blocks of all ranks' windows, likewise, in the order of ranks; of two ranks, this rank's is the first one."""
     kernel: Kernel
     finish: Scale | None
 
@@ -40,31 +40,28 @@ def combination(
     if kernel is None or len(program.rounds) != 2:
         return None
     stage, combine = program.rounds
-    actions = (*stage.rest, *combine.rest)
-    if any(r.receives or r.sends or r.pushes for r in program.rounds) or len(stage.rest) != 1 or not combine.rest:
+    if any(r.receives or r.sends or r.pushes for r in program.rounds) or len(stage.rest) != 1 or len(combine.rest) != 1:
         return None
-    (staged, *_), (first, *others) = stage.rest, combine.rest
-    if staged.source != _INPUT or staged.target is None:
+    (staged,), (reduced,) = stage.rest, combine.rest
+    if staged.source != _INPUT or staged.target is None or reduced.verb not in (Verb.REDUCE, Verb.MERGE):
         return None
+    if reduced.operand != _INPUT or reduced.target != _OUTPUT or reduced.also is not None:
+        return None
+    actions = (staged, *combine.reads)
     if any(action.medium is not Medium.WINDOW or action.size != staged.size for action in actions):
         return None
-    if any(action.target != _OUTPUT or action.also is not None for action in combine.rest):
-        return None
-    if any(action.verb is not Verb.REDUCE or action.operand != _OUTPUT for action in others):
-        return None
     own = blocks.in_slots(rank, staged.target, staged.size)
-    operands = [
-        blocks.in_slots(action.peer, action.source, action.size)
-        for action in combine.rest
-        if action.source is not None and action.source.space is Space.WINDOW
-    ]
-    if len(operands) != len(combine.rest):
-        return None
-    if first.verb is Verb.REDUCE and first.operand == _INPUT:
+    operands: list[Sequence[Array]] = []
+    for action in combine.reads:
+        if action.peer == rank:
+            operands.append(own)
+        elif action.source is not None and action.source.space is Space.WINDOW:
+            operands.append(blocks.in_slots(action.peer, action.source, action.size))
+        else:
+            return None
+    if reduced.verb is Verb.REDUCE:
         operands.insert(0, own)
-    elif first.verb is not Verb.TAKE or not others:
-        return None
-    return Combination(own, operands, kernel, finish if combine.rest[-1].finish else None)
+    return Combination(own, operands, kernel, finish if reduced.finish else None)
 
 
 class OneReduction:
@@ -83,12 +80,21 @@ class OneReduction:
         self._state, self._board = state, board
         self._enter_and_look = enter_and_look
         self._advance = board.advance
-        own, (first, second, *others), kernel, finish = combination
-        self._own, self._second, self._others = own, second, others
+        own, blocks, kernel, finish = combination
+        *inner, last = fixed_tree.merges(len(blocks))
+        spares = np.empty((fixed_tree.intermediates(len(blocks)), own[0].size), own[0].dtype)
+        slots = [(*values, *spares) for values in zip(*blocks, strict=True)]
+        first, self._own = [operands[last.left] for operands in slots], own
+        self._second = [operands[last.right] for operands in slots]
+        self._inner = [
+            [(operands[left], operands[right], operands[len(blocks) + depth]) for left, right, depth, _ in inner]
+            for operands in slots
+        ]
+        """In each slot: what is combined before the last two operands are there."""
         # NumPy takes three times as long where one array of a single element is both operand and result. Then the
         # operand is its copy in the window, and what is yet to be scaled lies in between.
         single = own[0].size == 1
-        self._first = first if single or others else None
+        self._first = first if single or inner else None
         self._between = np.empty_like(own[0]) if single and finish is not None else None
         self._kernel = kernel if quietly is None else functools.partial(quietly, kernel)
         self._finish = finish if finish is None or quietly is None else functools.partial(quietly, finish)
@@ -110,9 +116,9 @@ class OneReduction:
             state.input, state.output = source, out
             return same
         into = out if self._between is None else self._between
+        for left, right, between in self._inner[slot]:
+            self._kernel(left, right, between)
         self._kernel(source if self._first is None else self._first[slot], self._second[slot], into)
-        for blocks in self._others:
-            self._kernel(into, blocks[slot], into)
         if self._finish is not None:
             self._finish(into, out)
         # A peer that has entered this round has finished all before it: `stage` seldom needs to read its progress.

@@ -6,7 +6,7 @@ one of many small pieces is gathered by one call, combined by one call, and scat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from collectives.fusion import Piece, Pieces
@@ -49,6 +49,30 @@ class PackingBinder(Binder):
         if action.verb is Verb.TAKE:
             return self._unpack(action, value, into, outputs, wait)
         return self._combine(action, value, into, outputs, wait)
+
+    def _own_value(self, action: Action, spare: int) -> BlockOf:
+        source, pieces, block = action.source, self._pieces, self.block
+        assert source is not None
+        if source.space is Space.WINDOW:
+            return self._blocks.own(source)
+        start, from_inputs, into = source.offset, source.space is Space.INPUT, self._blocks.in_scratch(spare)
+
+        def gather(segment: int, n: int) -> Array:
+            gathered = into(segment, n)
+            pieces.gather_from(pieces.operands if from_inputs else pieces.outs, start + segment * block, n, gathered)
+            return gathered
+
+        return gather
+
+    def _merged(self, action: Action) -> tuple[BlockOf, Callable[[int, int, Array], None] | None]:
+        target, pieces, block = action.target, self._pieces, self.block
+        assert target is not None
+        into = self._blocks.own(target) if target.space is Space.WINDOW else self._blocks.in_scratch(0)
+        outputs = action.also if target.space is Space.WINDOW else target
+        if outputs is None:
+            return into, None
+        start = outputs.offset
+        return into, lambda segment, n, packed: _scatter(pieces, pieces.cut(start + segment * block, n), packed)
 
     def _pack(self, action: Action, start: int, window: BlockOf) -> Do:
         """Gather a block of the inputs into the window, where peers read it."""

@@ -59,7 +59,7 @@ class Plan:
         self.later: tuple[tuple[Do, ...], ...] | None = None
         if short and not any(bound.has_messages for bound in rounds):
             self.later = tuple((*bound.pushes, *bound.rest) for bound in rounds[1:])
-        actions = [action for r in program.rounds for action in (*r.pushes, *r.rest) if action.medium.in_place]
+        actions = [action for r in program.rounds for action in (*r.pushes, *r.reads) if action.medium.in_place]
         self.partners = tuple(sorted({action.peer for action in actions}))
         self.needs_addresses = bool(actions or program.touched_by)
         self.groups = (segments - 1) * stride + len(rounds)

@@ -107,6 +107,11 @@ class Crossovers:
 _AS_ASKED = "algorithm as asked for"
 
 
+def is_reproducible(collective: str, algorithm: str | None) -> bool:
+    """Whether a call asks for any algorithm that combines by the fixed tree."""
+    return algorithm == registry.REPRODUCIBLE and collective in ("allreduce", "reducescatter")
+
+
 def forced_algorithm(
     collective: str,
     algorithm: str | None,
@@ -145,6 +150,7 @@ class Planner:
 
     Attributes:
         epoch: rises when choices may differ from earlier ones, which invalidates plans.
+        reproducible: whether reductions for which a call names no algorithm are to be reproducible.
     """
 
     def __init__(
@@ -155,10 +161,12 @@ class Planner:
         transport: str = "auto",
         segment: int = 0,
         crossovers: Crossovers | None = None,
+        reproducible: bool = False,
     ) -> None:
         self.placement = placement
         self.crossovers = crossovers or Crossovers()
         self.epoch = 0
+        self.reproducible = reproducible
         self._set_algorithm(algorithm)
         self._why_algorithm = _AS_ASKED
         self._transport = transport
@@ -185,24 +193,34 @@ class Planner:
                 reduced on one rank for all ranks to get the same.
             mapped: the tensors of all ranks are in their arenas; only where `locates_tensors`.
             pieces: tensors that are reduced as one.
-            algorithm, transport: forced for this call; None or "auto": not.
+            algorithm, transport: forced for this call; None or "auto": not. "reproducible": one of those that combine
+                by the fixed tree.
 
         Raises:
             InvalidArgumentError: the collective has no such algorithm, or no such transport is known.
             TransportError: it is known, but cannot serve these ranks.
         """
         names, size, hosts = registry.on_host(collective), self.placement.size, self.placement.hosts
-        forced = forced_algorithm(collective, algorithm, names, hosts)
+        reproducible = is_reproducible(collective, algorithm)
+        if reproducible and ordered:
+            raise InvalidArgumentError(
+                "algorithm='reproducible': a product of complex numbers is rounded differently by vectorized and plain "
+                "code; multiply the real and imaginary parts yourself"
+            )
+        forced = None if reproducible else forced_algorithm(collective, algorithm, names, hosts)
         why_forced = _AS_ASKED
         if forced is None and collective in self._served:
-            forced, why_forced = forced_algorithm(collective, self._algorithm, names, hosts), self._why_algorithm
+            set_for_all = forced_algorithm(collective, self._algorithm, names, hosts)
+            if set_for_all and (not reproducible or set_for_all.keeps_order(hosts)):
+                forced, why_forced = set_for_all, self._why_algorithm
         medium, why_medium = self._medium(collective, nbytes, transport, forced, mapped, pieces)
         if size == 1:  # Nothing moves: every algorithm and every transport serves.
             return Choice(forced.name if forced else "direct", medium, 0, False, "one rank")
         if forced is not None:
             chosen, why = forced, why_forced
         else:
-            name, why = self._choose_algorithm(collective, nbytes, medium, native and not ordered, ordered)
+            native_serves = native and not ordered
+            name, why = self._choose_algorithm(collective, nbytes, medium, native_serves, ordered, reproducible)
             chosen = registry.find(collective, name)
         if not chosen.by_messages and not (medium is Medium.WINDOW and self.placement.one_host):
             raise TransportError(
@@ -219,6 +237,23 @@ class Planner:
             )
         overlaps = chosen.overlaps or not medium.in_place
         return Choice(chosen.name, medium, self._block(chosen, nbytes, medium), overlaps, f"{why}; {why_medium}")
+
+    def check_order(self, collective: str, algorithm: str | None) -> None:
+        """Check an algorithm that a call names although all reductions are to be reproducible.
+
+        Raises:
+            InvalidArgumentError: it does not combine by the fixed tree.
+        """
+        if is_reproducible(collective, algorithm):
+            return
+        names = registry.on_host(collective) + registry.on_gpu(collective)
+        forced = forced_algorithm(collective, algorithm, names, self.placement.hosts)
+        if forced is not None and not forced.keeps_order(self.placement.hosts):
+            raise InvalidArgumentError(
+                f"algorithm={algorithm!r}: adds in an order that depends on the message and the ranks' places, but "
+                "COLLECTIVES_REPRODUCIBLE asks for one order; leave algorithm out, or unset COLLECTIVES_REPRODUCIBLE "
+                "on all ranks"
+            )
 
     def locates_tensors(self, nbytes: int, transport: str | None = None) -> bool:
         """Whether ranks tell each other where their tensors of ``nbytes`` bytes lie, to reach mapped ones in place."""
@@ -240,7 +275,8 @@ class Planner:
         return (
             nbytes > max(self.crossovers.window, pieces * _PACKED_PIECE)
             and self.locates_tensors(nbytes, transport)
-            and (self._algorithm if algorithm in (None, "auto") else algorithm) in ("auto", "direct")
+            and (self._algorithm if algorithm in (None, "auto") else algorithm)
+            in ("auto", "direct", registry.REPRODUCIBLE)
         )
 
     def change(self, *, algorithm: str, segment: int, crossovers: Crossovers) -> None:
@@ -323,7 +359,7 @@ class Planner:
         return not algorithm.versioned and (self.placement.reads_private or not reads_result)
 
     def _choose_algorithm(
-        self, collective: str, nbytes: int, medium: Medium, native: bool, ordered: bool
+        self, collective: str, nbytes: int, medium: Medium, native: bool, ordered: bool, reproducible: bool
     ) -> tuple[str, str]:
         """The algorithm, and why: the first row of the collective's table that applies."""
         limits, size = self.crossovers, self.placement.size
@@ -351,6 +387,7 @@ class Planner:
                     f"above {limits.straight} bytes over TCP",
                 ),
                 (size <= 4, "direct", "up to 4 ranks over messages"),
+                (reproducible, registry.REPRODUCIBLE, "the fixed tree, over several hosts or more than 4 ranks"),
                 (True, "ring", "more than 4 ranks over messages"),
             )
         elif collective == "allreduce":
@@ -381,7 +418,12 @@ class Planner:
                 (messages and size > 8 and collective != "alltoall", "ring", "more than 8 ranks over messages"),
                 (True, "direct", "each block straight to the ranks that need it"),
             )
-        return next((name, why) for applies, name, why in table if applies)
+        hosts = self.placement.hosts
+        return next(
+            (name, why)
+            for applies, name, why in table
+            if applies and (not reproducible or registry.find(collective, name).keeps_order(hosts))
+        )
 
     def _block(self, algorithm: Algorithm, nbytes: int, medium: Medium) -> int:
         """Bytes per chunk and segment: small enough for the caches, large enough for Python."""

@@ -59,6 +59,7 @@ class Verb(Enum):
     SEND = "send own value as a message"
     TAKE = "replace by the peer's value"
     REDUCE = "combine with the peer's value"
+    MERGE = "combine the values of several ranks"
     AWAIT = "wait until the peer has pushed"
 
 
@@ -88,6 +89,8 @@ class Action:
     returned: bool = False
     """REDUCE: the result replaces the value in the peer's window. TAKE: it is there, so that ``source`` is in the own
     window."""
+    values: tuple[Action, ...] = ()
+    """MERGE: how each value is had, in the order of ranks, this rank's among them: as for a REDUCE with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,11 @@ class RoundProgram:
     rest: tuple[Action, ...]
     drain_first: bool
     """Whether the round writes a block that it also sends: all messages are waited for before anything is written."""
+
+    @property
+    def reads(self) -> tuple[Action, ...]:
+        """The rest, with the values of each MERGE in its place."""
+        return tuple(one for action in self.rest for one in action.values or (action,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,8 @@ class ChunkValue:
     """The step is the index-th send to its peer in its round, or the index-th receive from it."""
     version: int
     """The version that a send passes on, or that a receive replaces or combines."""
-    before: int
-    """The chunk's version at the start of the round."""
     written: int
-    """The round that wrote the version ``before``; -1 for version 0."""
+    """The round that wrote the chunk's version at the start of the round; -1 for version 0."""
 
 
 class Versions:
@@ -92,11 +90,8 @@ class Versions:
                 for chunk in range(step.chunk, step.chunk + step.span):
                     index = counts.get((step.peer, sends), 0)
                     counts[step.peer, sends] = index + 1
-                    before = start.get(chunk, 0)
-                    now = before if sends else version.get(chunk, 0)
-                    value = ChunkValue(
-                        step.kind, step.peer, chunk, step.push, index, now, before, start_written.get(chunk, -1)
-                    )
+                    now = (start if sends else version).get(chunk, 0)
+                    value = ChunkValue(step.kind, step.peer, chunk, step.push, index, now, start_written.get(chunk, -1))
                     values.append(value)
                     self._met[number, step.peer, index, sends] = value
                     if sends and medium_of(self.rank, step.peer) is not Medium.MESSAGE:

@@ -18,6 +18,20 @@ class Tuned(Enum):
     ALWAYS = "always"
 
 
+Hosts = Sequence[Sequence[int]]
+"""The ranks on each host."""
+
+
+def always(hosts: Hosts) -> bool:
+    """An algorithm's property that does not depend on where the ranks are."""
+    return True
+
+
+def never(hosts: Hosts) -> bool:
+    """The opposite of `always`."""
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """One algorithm of one collective. An algorithm's module lists its own in ``ALGORITHMS``, beside the schedules."""
@@ -57,6 +71,10 @@ class Algorithm:
     digest: str = ""
     """A hash of its steps, which ranks compare, because each has registered its own; empty: part of the package."""
 
+    keeps_order: Callable[[Hosts], bool] = never
+    """Whether all that it combines is combined by the fixed tree over all ranks (`schedules.fixed_tree`), given the
+    ranks on each host."""
+
     def why_not(self, hosts: Sequence[Sequence[int]]) -> str:
         """Why it does not serve these ranks; empty if it does."""
         size = sum(map(len, hosts))
@@ -72,7 +90,7 @@ class Algorithm:
         """Whether a library or the control plane carries out the whole collective."""
         return self.build is None
 
-    def schedules(self, hosts: Sequence[Sequence[int]], root: int = 0) -> Callable[[int], Schedule]:
+    def schedules(self, hosts: Hosts, root: int = 0) -> Callable[[int], Schedule]:
         """The schedule of any rank.
 
         Args:

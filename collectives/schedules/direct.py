@@ -17,7 +17,7 @@ operations in MPICH", IJHPCA 19 (2005); scatter and allgather as a broadcast in 
 
 from __future__ import annotations
 
-from collectives.schedules.algorithm import Algorithm, Tuned
+from collectives.schedules.algorithm import Algorithm, Tuned, always
 from collectives.schedules.schedule import Schedule, Step, copy, receive, reduce, send
 
 
@@ -29,7 +29,8 @@ def _others(rank: int, size: int) -> list[int]:
 def allreduce(rank: int, size: int) -> Schedule:
     """All-reduce: each rank reduces its own chunk from all peers, then writes it back to them while it is in its cache.
 
-    Two rounds, 2(N-1)/N * S bytes per rank. Each chunk is reduced by one rank, so all ranks get the same bits.
+    Two rounds, 2(N-1)/N * S bytes per rank. Each chunk is reduced by one rank, so all ranks get the same bits, by the
+    fixed tree, so that it does not matter which rank that is.
     """
     if size == 1:
         return Schedule("allreduce", "direct", rank, size, 1, ((copy(rank, 0),),))
@@ -42,18 +43,12 @@ def allreduce(rank: int, size: int) -> Schedule:
 def one_shot(rank: int, size: int) -> Schedule:
     """All-reduce of one chunk in one round, in which every rank reads all others; for small tensors.
 
-    (N-1) * S bytes per rank. Every rank combines in the order of the ranks, so that all get the same bits; two ranks
-    need no order, because a + b is b + a.
+    (N-1) * S bytes per rank. Every rank combines by the fixed tree, so that all get the same bits; two ranks need no
+    order, because a + b is b + a.
     """
     others = _others(rank, size)
-    sends = tuple(send(peer, 0) for peer in others)
-    if size == 1:
-        steps: tuple[Step, ...] = (copy(rank, 0),)
-    elif size == 2:
-        steps = (*sends, reduce(others[0], 0))
-    else:
-        steps = (*sends, receive(0, 0), *(reduce(peer, 0) for peer in range(1, size)))
-    return Schedule("allreduce", "one-shot", rank, size, 1, (steps,))
+    steps = (*(send(peer, 0) for peer in others), *(reduce(peer, 0) for peer in others))
+    return Schedule("allreduce", "one-shot", rank, size, 1, (steps or (copy(rank, 0),),))
 
 
 def reducescatter(rank: int, size: int) -> Schedule:
@@ -111,9 +106,26 @@ def broadcast_flat(rank: int, size: int, root: int) -> Schedule:
 
 
 ALGORITHMS = (
-    Algorithm("allreduce", "direct", allreduce, owner_pushes=True, overlaps=False, tuned=Tuned.SEVERAL_HOSTS),
-    Algorithm("allreduce", "one-shot", one_shot, one_chunk=True, versioned=True, by_messages=False, on_gpu=False),
-    Algorithm("reducescatter", "direct", reducescatter, overlaps=False),
+    Algorithm(
+        "allreduce",
+        "direct",
+        allreduce,
+        owner_pushes=True,
+        overlaps=False,
+        tuned=Tuned.SEVERAL_HOSTS,
+        keeps_order=always,
+    ),
+    Algorithm(
+        "allreduce",
+        "one-shot",
+        one_shot,
+        one_chunk=True,
+        versioned=True,
+        by_messages=False,
+        on_gpu=False,
+        keeps_order=always,
+    ),
+    Algorithm("reducescatter", "direct", reducescatter, overlaps=False, keeps_order=always),
     Algorithm("allgather", "direct", allgather, overlaps=False),
     Algorithm("broadcast", "direct", broadcast, overlaps=False),
     Algorithm("broadcast", "one-shot", broadcast_flat, one_chunk=True),

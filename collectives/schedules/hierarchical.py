@@ -18,11 +18,12 @@ Source: the hierarchical all-reduce of Horovod and of NCCL 1; A. Sergeev and M. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from collectives import ring
-from collectives.schedules import direct
-from collectives.schedules.algorithm import Algorithm, Tuned
+from collectives.schedules import direct, fixed_tree
+from collectives.schedules.algorithm import Algorithm, Hosts, Tuned, always
 from collectives.schedules.schedule import Round, Schedule, Step, copy, receive, reduce, send
 
 
@@ -39,12 +40,31 @@ def allreduce(rank: int, hosts: Sequence[Sequence[int]]) -> Schedule:
     return Schedule("allreduce", "hierarchical", rank, size, chunks, rounds)
 
 
-def _by_slices(rank: int, host: int, hosts: Sequence[Sequence[int]]) -> tuple[Round, ...]:
+def reproducible(rank: int, hosts: Sequence[Sequence[int]]) -> Schedule:
+    """All-reduce by the fixed tree over all ranks, wherever they are.
+
+    Where each host's ranks are a subtree of it, slices as above, which the hosts exchange directly in place of a ring:
+    a host sends as few bytes, in two rounds. Elsewhere every rank exchanges directly with every other, and a host of L
+    ranks sends up to L times as many bytes.
+    """
+    size = sum(map(len, hosts))
+    if len(hosts) == 1 or not fixed_tree.follows(hosts):
+        schedule = direct.allreduce(rank, size)
+        return Schedule("allreduce", "reproducible", rank, size, schedule.chunks, schedule.rounds)
+    host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
+    return Schedule("allreduce", "reproducible", rank, size, size, _by_slices(rank, host, hosts, direct.allreduce))
+
+
+def _by_slices(
+    rank: int, host: int, hosts: Sequence[Sequence[int]], exchange: Callable[[int, int], Schedule] = ring.allreduce
+) -> tuple[Round, ...]:
     width = len(hosts)  # chunks of a slice
     number = hosts[host].index(rank)
     within = _among(hosts[host], direct.allreduce(number, len(hosts[host])), 0, width)
-    across = _among([ranks[number] for ranks in hosts], ring.allreduce(host, len(hosts)), number * width, 1)
-    return (*within[:1], *across, *within[1:])
+    across = _among([ranks[number] for ranks in hosts], exchange(host, len(hosts)), number * width, 1)
+    # What has come from another host is passed on, so that nobody may push it.
+    pulled = (tuple(replace(step, push=False) for step in steps) for steps in across)
+    return (*within[:1], *pulled, *within[1:])
 
 
 def _by_leaders(rank: int, host: int, hosts: Sequence[Sequence[int]]) -> tuple[Round, ...]:
@@ -72,4 +92,19 @@ def _among(ranks: Sequence[int], schedule: Schedule, first: int, span: int) -> l
     ]
 
 
-ALGORITHMS = (Algorithm("allreduce", "hierarchical", allreduce, spans_hosts=True, tuned=Tuned.SEVERAL_HOSTS),)
+def _on_two_hosts(hosts: Hosts) -> bool:
+    """A ring of two is one addition of the hosts' sums."""
+    return len(hosts) <= 2 and fixed_tree.follows(hosts)
+
+
+ALGORITHMS = (
+    Algorithm(
+        "allreduce",
+        "hierarchical",
+        allreduce,
+        spans_hosts=True,
+        tuned=Tuned.SEVERAL_HOSTS,
+        keeps_order=_on_two_hosts,
+    ),
+    Algorithm("allreduce", "reproducible", reproducible, spans_hosts=True, keeps_order=always),
+)

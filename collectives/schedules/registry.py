@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collectives import ring
 from collectives.schedules import direct, hierarchical, tree
-from collectives.schedules.algorithm import Algorithm, Tuned
+from collectives.schedules.algorithm import Algorithm, Tuned, always
 from collectives.schedules.proof.verify import ScheduleError
 
 NATIVE = "native"
@@ -17,10 +17,14 @@ NATIVE = "native"
 INLINE = "inline"
 """The name of the all-reduce whose data travels with the words of the round in which the ranks agree."""
 
+REPRODUCIBLE = "reproducible"
+"""Asks for any algorithm that combines by the fixed tree over the ranks; and the name of the one that does so wherever
+the ranks are."""
+
 _MODULES = (ring, direct, tree, hierarchical)
 _LIBRARIES = (
     Algorithm("allreduce", NATIVE, None),
-    Algorithm("allreduce", INLINE, None, on_gpu=False),
+    Algorithm("allreduce", INLINE, None, on_gpu=False, keeps_order=always),
     *(Algorithm(name, NATIVE, None, on_host=False) for name in ("reducescatter", "allgather", "broadcast")),
 )
 _ALL: dict[tuple[str, str], Algorithm] = {

@@ -8,8 +8,8 @@ There are four steps:
     copy                  put this rank's own contribution into its own result
 
 The steps of a round happen *at once*: what is sent is the value from before the round, and the receives of the round
-take effect after it, in the order in which they are written. A receive from oneself is allowed and means this rank's
-own value from before the round: it puts the own contribution at a chosen place in the order of a reduction.
+take effect after it. What a round combines of one chunk, the own value and those of several peers, it combines by the
+fixed tree over the ranks in their order (`schedules.fixed_tree`), whatever the order in which the steps are written.
 
 Every send meets the receive of its peer in the same round: the k-th send from a to b with the k-th receive by b from a,
 over the same chunks. A schedule says nothing about bytes, memory or devices. It is written for one segment and repeated

@@ -15,7 +15,7 @@ Source: R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective com
 
 from __future__ import annotations
 
-from collectives.schedules.algorithm import Algorithm, Tuned
+from collectives.schedules.algorithm import Algorithm, Hosts, Tuned
 from collectives.schedules.schedule import Round, Schedule, copy, receive, reduce, send
 
 
@@ -65,6 +65,12 @@ def broadcast(rank: int, size: int, root: int) -> Schedule:
     return Schedule("broadcast", "recursive-doubling", rank, size, 1, tuple(rounds))
 
 
+def _of_a_power_of_two(hosts: Hosts) -> bool:
+    """Round k then combines the subtrees of 2^k ranks."""
+    size = sum(map(len, hosts))
+    return size & (size - 1) == 0
+
+
 ALGORITHMS = (
     Algorithm(
         "allreduce",
@@ -74,6 +80,7 @@ ALGORITHMS = (
         versioned=True,
         on_gpu=False,
         tuned=Tuned.ONE_HOST,
+        keeps_order=_of_a_power_of_two,
     ),
     Algorithm("broadcast", "recursive-doubling", broadcast, one_chunk=True, on_gpu=False),
 )

@@ -187,11 +187,11 @@ def _reduce(
 
     def reduce(world: World) -> None:
         if len(arrays) == 1:
-            world.allreduce(arrays[0], out=places[0], parts=parts[0], **how)
+            world.allreduce(arrays[0], out=places[0], shapes=parts[0], **how)
         elif joined.pays(arrays, call.op, call.compression):
             joined.allreduce(world, arrays, places, results, parts_of_results(), **how)
         else:
-            world.grouped_allreduce(arrays, out=places, parts=parts, **how)
+            world.grouped_allreduce(arrays, out=places, shapes=parts, **how)
 
     steps = retry.steps(call.process_set, call.op, call.prescale * call.postscale)
     if steps is None or call.name is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from collectives.base import dtypes
 from collectives.base.reduce_op import Op, check
+from collectives.schedules import fixed_tree
 from collectives.tensors import halves
 
 _Array = npt.NDArray[Any]
@@ -71,6 +72,20 @@ def kernel(op: Op, dtype: _Dtype) -> Kernel:
         return _BOOL_KERNELS[combining]
     function = _COMBINATIONS[combining].kernel
     return halves.combining(function, dtype) if dtypes.is_half(dtype) else function
+
+
+def combine(kernel: Kernel, values: Sequence[_Array], spares: Sequence[_Array], out: _Array, first: int = 0) -> None:
+    """Combine two values or more by the fixed tree into ``out``, which may be one of them.
+
+    Args:
+        spares: `fixed_tree.intermediates` of their number, of their size.
+        first: the value with which the order begins.
+    """
+    operands, count = (*values, *spares), len(values)
+    *inner, last = fixed_tree.merges(count, first)
+    for left, right, depth, _ in inner:
+        kernel(operands[left], operands[right], operands[count + depth])
+    kernel(operands[last.left], operands[last.right], out)
 
 
 def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling | None:

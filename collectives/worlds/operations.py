@@ -72,19 +72,19 @@ class Operations(Refusals):
         op: Op | None = None,
         name: str | None = None,
         out: Any = None,
-        parts: tuple[tuple[int, ...], ...] = (),
+        shapes: tuple[tuple[int, ...], ...] = (),
         **rarer: Unpack[RarerReduceOptions],
     ) -> Tensor:
-        """``out`` and ``parts``: for adapters, as in `HandleFactory.allreduce`."""
-        entry = None if rarer or parts or out is not None else self._known_as(tensor, average, op, name)
+        """``out`` and ``shapes``: for adapters, as in `HandleFactory.allreduce`."""
+        entry = None if rarer or shapes or out is not None else self._known_as(tensor, average, op, name)
         if entry is not None:
             return self._run_out_of_place(entry, tensor, tensor.shape)  # type: ignore[attr-defined]
         options: ReduceOptions = {"op": op, "name": name, **rarer}
         if _needs_handle(tensor, options):
-            return self.carry_out(_allreduce, options, tensor, average, False, out, parts)
+            return self.carry_out(_allreduce, options, tensor, average, False, out, shapes)
         try:
             view: arrays.View = arrays.view(tensor)  # type: ignore[assignment]  # no device tensor comes here
-            entry = self._requests.reducing("allreduce", view, average, options, parts)
+            entry = self._requests.reducing("allreduce", view, average, options, shapes)
             if out is None:
                 out = self._pool.empty(view.shape, view.dtype)
         except Exception as error:
@@ -104,11 +104,11 @@ class Operations(Refusals):
         *,
         op: Op | None = None,
         name: str | None = None,
-        parts: tuple[tuple[int, ...], ...] = (),
+        shapes: tuple[tuple[int, ...], ...] = (),
         **rarer: Unpack[RarerReduceOptions],
     ) -> Tensor:
-        """``parts``: for adapters, as in `HandleFactory.allreduce`."""
-        entry = None if rarer or parts else self._known_as(tensor, average, op, name)
+        """``shapes``: for adapters, as in `HandleFactory.allreduce`."""
+        entry = None if rarer or shapes else self._known_as(tensor, average, op, name)
         if entry is not None:
             array: Any = tensor  # as `_run_in_place`, without the call
             source = array if array.ndim == 1 else array.reshape(-1)
@@ -116,10 +116,10 @@ class Operations(Refusals):
             return tensor if handle is None else handle.wait()
         options: ReduceOptions = {"op": op, "name": name, **rarer}
         if _needs_handle(tensor, options):
-            return self.carry_out(_allreduce, options, tensor, average, True, None, parts)
+            return self.carry_out(_allreduce, options, tensor, average, True, None, shapes)
         try:
             view: arrays.View = arrays.view(tensor, writable=True)  # type: ignore[assignment]  # as above
-            entry = self._requests.reducing("allreduce", view, average, options, parts)
+            entry = self._requests.reducing("allreduce", view, average, options, shapes)
         except Exception as error:
             raise self.refused(error, name) from None
         source = view.array
@@ -171,22 +171,22 @@ class Operations(Refusals):
         average: bool | None = None,
         *,
         out: Sequence[Any] | None = None,
-        parts: Sequence[Any] | None = None,
+        shapes: Sequence[Any] | None = None,
         **options: Unpack[ReduceOptions],
     ) -> list[Tensor]:
-        """``out`` and ``parts``: for each tensor as in `HandleFactory.allreduce`, for adapters."""
-        return self.carry_out(_grouped_allreduce, options, tensors, average, False, out, parts)
+        """``out`` and ``shapes``: for each tensor as in `HandleFactory.allreduce`, for adapters."""
+        return self.carry_out(_grouped_allreduce, options, tensors, average, False, out, shapes)
 
     def grouped_allreduce_(
         self,
         tensors: Sequence[Tensor],
         average: bool | None = None,
         *,
-        parts: Sequence[Any] | None = None,
+        shapes: Sequence[Any] | None = None,
         **options: Unpack[ReduceOptions],
     ) -> list[Tensor]:
-        """``parts``: as for `grouped_allreduce`."""
-        return self.carry_out(_grouped_allreduce, options, tensors, average, True, None, parts)
+        """``shapes``: as for `grouped_allreduce`."""
+        return self.carry_out(_grouped_allreduce, options, tensors, average, True, None, shapes)
 
     grouped_allreduce_async = begun(describe.grouped_allreduce)
     grouped_allreduce_async_ = begun(describe.grouped_allreduce_)
@@ -381,9 +381,9 @@ class Operations(Refusals):
 
 
 def _allreduce(
-    handles: HandleFactory, tensor: Any, average: bool | None, in_place: bool, out: Any, parts: Any, **options: Any
+    handles: HandleFactory, tensor: Any, average: bool | None, in_place: bool, out: Any, shapes: Any, **options: Any
 ) -> Handle:
-    return handles.allreduce(options, tensor, average, in_place, out, parts)
+    return handles.allreduce(options, tensor, average, in_place, out, shapes)
 
 
 def _grouped_allreduce(
@@ -392,12 +392,12 @@ def _grouped_allreduce(
     average: bool | None,
     in_place: bool,
     out: Sequence[Any] | None,
-    parts: Sequence[Any] | None,
+    shapes: Sequence[Any] | None,
     **options: Any,
 ) -> Handle:
-    if out is None and parts is None:
+    if out is None and shapes is None:
         return handles.grouped(options, handles.allreduce, tensors, average, in_place)
-    each = zip(out or (None,) * len(tensors), parts or ((),) * len(tensors), strict=True)
+    each = zip(out or (None,) * len(tensors), shapes or ((),) * len(tensors), strict=True)
     return handles.grouped(options, handles.allreduce, tensors, average, in_place, each=each)
 
 
@@ -409,6 +409,7 @@ def _needs_handle(tensor: Any, options: ReduceOptions) -> bool:
     """Whether an all-reduce cannot take the path without a handle."""
     return (
         options.get("compression") is not None
+        or options.get("parts") is not None
         or options.get("stream") is not None
         or (type(tensor) is not np.ndarray and arrays.on_device(tensor))
     )

@@ -259,7 +259,8 @@ class PersistentInit:
 def _can_bind(template: Handle, tensors: Sequence[Any], options: CallOptions) -> bool:
     """Whether this rank's part of an operation can be bound to its tensors."""
     parts = template.members or (template,)
-    if not tensors or options.get("compression") is not None or not all(can_pin(tensor) for tensor in tensors):
+    rarer = options.get("compression") is not None or options.get("parts") is not None
+    if not tensors or rarer or not all(can_pin(tensor) for tensor in tensors):
         return False
     return all(
         not part.entry.on_device

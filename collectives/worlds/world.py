@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ from collectives.engine.stall import Wait
 from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
 from collectives.plan.planner import Placement, Planner
+from collectives.schedules import registry
 from collectives.tensors.arena import arena
 from collectives.tensors.result_pool import ResultPool
 from collectives.transport import backoff
@@ -93,6 +95,8 @@ class World(_Parts):
     ) -> None:
         release_settled()
         config = config or Config()
+        if config.algorithm == registry.REPRODUCIBLE:  # only reductions have it
+            config = replace(config, algorithm="auto", reproducible=True)
         self.config = config
         self.rank = group.rank
         self.size = group.size
@@ -123,6 +127,7 @@ class World(_Parts):
             algorithm=config.algorithm,
             transport=config.transport,
             segment=config.segment,
+            reproducible=config.reproducible,
         )
         executor = Executor(group)
         plans = Plans(placement, executor, self.network)

@@ -104,7 +104,7 @@ def test_results_come_into_the_callers_memory(size: int, compression: Any) -> No
         for _ in range(2):
             memory[:] = -1
             world.grouped_allreduce(
-                given, op=Op.SUM, name="group", out=out, parts=[((2, 3), (4,)), ()], compression=compression
+                given, op=Op.SUM, name="group", out=out, shapes=[((2, 3), (4,)), ()], compression=compression
             )
             total = size * (size + 1) / 2
             assert (

@@ -66,7 +66,12 @@ class Kernels:
     """Instead of `kernels.Kernels`."""
 
     def combination(
-        self, op: Op | None, dtype: np.dtype[Any], shapes: Sequence[tuple[int, int, int]], scaling: Any
+        self,
+        op: Op | None,
+        dtype: np.dtype[Any],
+        shapes: Sequence[tuple[int, int, int]],
+        scaling: Any,
+        stepwise: bool,
     ) -> Jobs:
         return Jobs(shapes, scaling is not None)
 

@@ -37,9 +37,8 @@ def test_a_broadcast_takes_each_chunk_from_the_root_once(size: int) -> None:
         assert sorted(got) == list(range(size))
 
 
-def test_one_shot_combines_in_the_order_of_the_ranks() -> None:
+def test_one_shot_combines_by_the_fixed_tree() -> None:
     size = 4
     data = [{0: np.array([f"{rank}"], object)} for rank in range(size)]
-    assert [result[0][0] for result in replay([direct.one_shot(rank, size) for rank in range(size)], data)] == [
-        "0123"
-    ] * size
+    results = replay([direct.one_shot(rank, size) for rank in range(size)], data, lambda a, b: "(" + a + b + ")")
+    assert [result[0][0] for result in results] == ["((01)(23))"] * size

@@ -12,6 +12,14 @@ from collectives.schedules.schedule import Schedule, StepKind
 T = TypeVar("T")
 
 
+def tree(values: Sequence[T], combine: Callable[[T, T], T]) -> T:
+    """The fixed tree over the values: split at the largest power of two below their number."""
+    if len(values) == 1:
+        return values[0]
+    middle = 1 << (len(values) - 1).bit_length() - 1
+    return combine(tree(values[:middle], combine), tree(values[middle:], combine))
+
+
 def replay(
     schedules: Sequence[Schedule], data: Sequence[Mapping[int, T]], combine: Callable[[T, T], T] = operator.add
 ) -> list[dict[int, T]]:
@@ -29,12 +37,16 @@ def replay(
     for number in range(len(schedules[0].rounds)):
         before = [dict(chunks) for chunks in held]
         for rank, schedule in enumerate(schedules):
+            contributions: dict[int, dict[int, T]] = {}
             for step in schedule.rounds[number]:
                 for chunk in range(step.chunk, step.chunk + step.span):
                     if step.kind is StepKind.REDUCE:
-                        held[rank][chunk] = combine(held[rank][chunk], before[step.peer][chunk])
+                        contributions.setdefault(chunk, {})[step.peer] = before[step.peer][chunk]
                     elif step.kind is not StepKind.SEND:
                         held[rank][chunk] = before[step.peer][chunk]
+            for chunk, values in contributions.items():
+                ordered = [value for _, value in sorted({**values, rank: held[rank][chunk]}.items())]
+                held[rank][chunk] = tree(ordered, combine)
     return held
 
 

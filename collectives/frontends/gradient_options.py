@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.schedules import partition
+from collectives.schedules.registry import REPRODUCIBLE
 from collectives.tensors.compression import Compression, check
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import global_process_set
@@ -49,10 +50,13 @@ class GradientOptions:
             that is the mean over them.
         device_dense, device_sparse: part of Horovod's interface; tensors are reduced where they are.
         name: prefix of the operations' names.
+        algorithm: of the all-reduces of dense gradients; None: chosen by size, or as the settings say.
+        tree_of_passes: whether the framework can sum the gradients of several passes by the fixed tree, as
+            "reproducible" requires; there the passes must be a power of two.
 
     Raises:
-        InvalidArgumentError (a ValueError): a factor without Average, fewer than one pass, or ``groups`` is neither a
-            number nor lists.
+        InvalidArgumentError (a ValueError): a factor without Average, fewer than one pass, ``groups`` is neither a
+            number nor lists, or a number of passes with which the algorithm cannot be reproducible.
         InvalidTypeError: ``op`` is not an operation, or ``compression`` not a compressor.
     """
 
@@ -69,6 +73,8 @@ class GradientOptions:
     device_dense: str = ""
     device_sparse: str = ""
     name: str = "gradients"
+    algorithm: str | None = None
+    tree_of_passes: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.op, Op):
@@ -78,6 +84,8 @@ class GradientOptions:
         passes = self.backward_passes_per_step
         if not hasattr(passes, "__index__") or passes < 1:  # NumPy's integers count as well
             raise InvalidArgumentError(f"backward_passes_per_step: expected an integer of at least 1, got {passes!r}")
+        if self.algorithm == REPRODUCIBLE:
+            self.check_tree(passes)
         if self.num_groups != 0:
             warnings.warn(
                 "num_groups: use groups instead, which takes a number as well",
@@ -97,11 +105,26 @@ class GradientOptions:
         named = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
         return cls(**{**named, **changes})
 
+    def check_tree(self, passes: int) -> None:
+        """Refuse passes whose gradients are not a subtree of the fixed tree over the passes of all ranks."""
+        if passes & (passes - 1):
+            raise InvalidArgumentError(
+                f"backward_passes_per_step: expected a power of two with algorithm='reproducible', so that each rank's "
+                f"passes are a subtree of those of all ranks, got {passes}"
+            )
+        if passes > 1 and not self.tree_of_passes:
+            raise InvalidArgumentError(
+                "backward_passes_per_step: expected 1 with algorithm='reproducible', because this framework's "
+                "gradients are summed one after the other; torch's are not"
+            )
+
     @property
-    def factors(self) -> dict[str, float]:
-        """The keywords ``prescale_factor`` and ``postscale_factor`` of the all-reduce of dense gradients."""
+    def factors(self) -> dict[str, Any]:
+        """The keywords ``prescale_factor``, ``postscale_factor`` and ``algorithm`` of the all-reduce of dense
+        gradients."""
         factor = float(self.gradient_predivide_factor)
-        return {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
+        named = {} if self.algorithm is None else {"algorithm": self.algorithm}
+        return {"prescale_factor": 1.0 / factor, "postscale_factor": factor, **named}
 
     def grouped(
         self, variable: str = "variable", kind: str = "variables", key: Callable[[Any], Hashable] = id

@@ -35,6 +35,7 @@ def DistributedGradientTape(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    algorithm: str | None = None,
 ) -> Tape:
     """Wrap a ``tf.GradientTape``, so that ``gradient()`` returns gradients reduced over the ranks, by one call.
 

@@ -31,6 +31,7 @@ from collectives.base.errors import InvalidArgumentError, RecoverableError
 from collectives.base.reduce_op import Op
 from collectives.elastic import retry
 from collectives.frontends.gradient_options import GradientOptions
+from collectives.schedules.registry import REPRODUCIBLE
 from collectives.torch import gradient_agreement
 from collectives.torch.buckets import GradientBucket, SparseBucket, ViewedBucket, arrange
 from collectives.torch.gradient_agreement import Tally
@@ -65,6 +66,7 @@ class BackwardReducer:
         self.begun = self.combined = False
         self._options = options
         self._passes = options.backward_passes_per_step
+        self._keeps_order = options.algorithm == REPRODUCIBLE and self._passes > 1
         self._as_views = as_views
         self._lock = threading.Lock()  # autograd has one thread for each GPU
         self._synchronizing = threading.RLock()  # several threads may read gradients
@@ -122,6 +124,9 @@ class BackwardReducer:
 
     def wait_for(self, passes: int) -> None:
         """Submit gradients after this many backward passes from now on."""
+        if self._options.algorithm == REPRODUCIBLE:
+            self._options.check_tree(passes)
+            self._keeps_order = passes > 1
         self._passes = passes
         for slot in (*self._slots, *self._frozen):
             slot.passes = slot.left = passes
@@ -130,6 +135,8 @@ class BackwardReducer:
 
     def arrived(self, slot: GradientSlot) -> None:
         """Note that a backward pass has completed a gradient; called by its hook."""
+        if self._keeps_order and slot.left > 0:
+            slot.add_to_tree()
         if self._guard.armed and slot.left == 1:  # the frequent case: the rest costs as much as a small gradient
             slot.left = 0
             if not slot.deferred:
@@ -270,6 +277,8 @@ class BackwardReducer:
         with self._synchronizing:
             if self.combined:  # another thread has combined them
                 return
+            for slot in self._slots if self._keeps_order else ():
+                slot.leave_tree()
             steps = self._steps()
             if steps is None:
                 self._combine(reads, applies)
@@ -417,6 +426,7 @@ class BackwardReducer:
     def _reset(self) -> None:
         for slot in (*self._slots, *self._frozen):
             slot.left, slot.was_sparse, slot.kind = self._passes, 0, DENSE
+            slot.subtrees.clear()
         for bucket in self._buckets:
             bucket.pending = len(bucket.slots)
         self.begun = False

@@ -7,6 +7,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from collectives.base.errors import InvalidArgumentError
 from collectives.torch.compiled import untraced
 from collectives.torch.gradient_memory import GradientPlace
 from collectives.torch.guard import grad_of
@@ -34,6 +37,8 @@ class GradientSlot:
             bucket has taken the gradient. While they are zeros, the gradient counts as missing.
         sparse_dim: the agreed number of sparse dimensions; 0 of a dense gradient, or while none has been seen.
         was_sparse: the number of sparse dimensions of a gradient that was made dense to be combined, else 0.
+        subtrees: the sums of the passes so far, by the fixed tree: of the passes that each one bit of their number
+            counts, the largest first.
         kind: the ranks' gradient in this step: 0 for none, else its number of sparse dimensions, or `DENSE`.
     """
 
@@ -47,6 +52,7 @@ class GradientSlot:
         self.place: GradientPlace | None = None
         self.blank: Any = None
         self.deferred = False
+        self.subtrees: list[Any] = []
         self.sparse_dim = self.was_sparse = 0
         self.kind = DENSE
 
@@ -74,6 +80,31 @@ class GradientSlot:
         """Whether this rank has no gradient."""
         grad = grad_of(self.param)
         return grad is None or (grad is self.blank and self.left == self.passes and not grad.any())
+
+    def add_to_tree(self) -> None:
+        """Take the gradient of one pass, and leave the sum of all passes after the last one, a power of two."""
+        grad = grad_of(self.param)
+        if grad.layout is not torch.strided:
+            raise InvalidArgumentError(
+                f"gradient of {self.name!r}: expected a dense one with algorithm='reproducible' and several backward "
+                f"passes, got one with layout {grad.layout}"
+            )
+        carried = self.passes - self.left
+        while carried & 1:
+            grad, carried = self.subtrees.pop().add_(grad), carried >> 1
+        if self.left == 1:
+            self.param.grad = grad
+        else:
+            self.subtrees.append(grad)
+            self.param.grad = None
+
+    def leave_tree(self) -> None:
+        """Sum what there is, where fewer passes than expected had a gradient."""
+        if self.subtrees:
+            grad = self.subtrees.pop()
+            while self.subtrees:
+                grad = self.subtrees.pop().add_(grad)
+            self.param.grad = grad
 
     def densify(self) -> None:
         """Make a sparse gradient dense."""

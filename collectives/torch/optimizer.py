@@ -15,8 +15,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions, evenly
+from collectives.schedules.registry import REPRODUCIBLE
 from collectives.tensors.compression import Compression
 from collectives.torch.adasum import AdasumSteps
 from collectives.torch.backward_reducer import BackwardReducer
@@ -47,6 +49,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     *,
     gradient_as_bucket_view: bool = False,
+    algorithm: str | None = None,
 ) -> Optimizer:
     """Wrap an optimizer, so that it applies the gradients of all ranks.
 
@@ -81,6 +84,8 @@ def DistributedOptimizer(
             the first.
         process_set: the ranks that train together; the others step on their own.
         compression, ...: as for `collectives.frontends.gradient_options.GradientOptions`.
+        algorithm: with "reproducible" the gradients of several passes are kept apart, and summed by the fixed tree over
+            the passes of all ranks (docs/reproducible.md); ``parameter.grad`` is None between them.
         gradient_as_bucket_view: gradients live in their buckets, all of them dense, so that nothing is copied:
             ``zero_grad()`` then leaves zeros in place of None. By default small gradients are copied to a bucket and
             back, and large ones on the CPU once, into memory that the ranks of the host map. The parameters' memory
@@ -113,7 +118,14 @@ def DistributedOptimizer(
         num_groups=num_groups,
         process_set=process_set,
         backward_passes_per_step=backward_passes_per_step,
+        algorithm=algorithm,
+        tree_of_passes=True,
     )
+    if algorithm == REPRODUCIBLE and backward_passes_per_step > 1 and gradient_as_bucket_view:
+        raise InvalidArgumentError(
+            "gradient_as_bucket_view: expected False with algorithm='reproducible' and several backward passes, whose "
+            "gradients are kept apart"
+        )
     chosen = options.grouped("parameter", "torch.Tensor", _identity)
     named = _named(optimizer, named_parameters)
     for name, param in named:
@@ -132,7 +144,7 @@ def DistributedOptimizer(
         take_over((param for _, param in named), result)
         return result
     result.begin(options.backward_passes_per_step, named)
-    if together:
+    if together or (algorithm == REPRODUCIBLE and backward_passes_per_step > 1):
         label = _label(named, process_set)
         if chosen:
             named = _in_order_of_root(named, process_set, f"{label}order")
@@ -187,9 +199,9 @@ class GradientSteps:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes after which gradients are combined."""
-        self.backward_passes_per_step = passes
         if self._reducer is not None:
             self._reducer.wait_for(passes)
+        self.backward_passes_per_step = passes
 
     @untraced
     def step(self, closure: Any = None, *arguments: Any, **keywords: Any) -> Any:

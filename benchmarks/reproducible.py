@@ -21,7 +21,8 @@ ROUNDS = 15
 def main() -> None:
     collectives.init()
     for nbytes in SIZES:
-        tensor, times = np.ones(nbytes // 4, np.float32), {None: [], "reproducible": []}
+        tensor = np.ones(nbytes // 4, np.float32)
+        times: dict[str | None, list[float]] = {None: [], "reproducible": []}
         calls = max(1, min(50, (1 << 20) // nbytes))
         for number in range(ROUNDS + 1):
             for algorithm, measured in times.items():

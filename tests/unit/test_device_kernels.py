@@ -19,6 +19,7 @@ from collectives.device import kernel_sources, kernels
 from collectives.device.kernels import Kernels, Scaling, ScalingKind
 from collectives.tensors import reduction
 from tests.support.emulated import host_kernels
+from tests.support.schedules.replay import tree
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -93,16 +94,15 @@ def product(a: Array, b: Array) -> Array:
 
 def combined(op: Op, sources: list[Array], scaling: Scaling | None, host_scaling: reduction.Scaling | None) -> Array:
     dtype = sources[0].dtype
-    total = sources[0].astype(dtypes.accumulator(dtype))
-    for source in sources[1:]:
+
+    def combine(a: Array, b: Array) -> Array:
         if dtypes.is_bool(dtype):
-            ufunc = (
-                np.bitwise_xor if op is Op.BXOR else np.bitwise_or if op in (Op.SUM, Op.MAX, Op.BOR) else np.bitwise_and
-            )
-            total = ufunc(total, source)
-        else:
-            other = source.astype(total.dtype)
-            total = product(total, other) if op is Op.PRODUCT else UFUNCS[op](total, other)
+            either = op in (Op.SUM, Op.MAX, Op.BOR)
+            result: Array = (np.bitwise_xor if op is Op.BXOR else np.bitwise_or if either else np.bitwise_and)(a, b)
+            return result
+        return product(a, b) if op is Op.PRODUCT else np.asarray(UFUNCS[op](a, b))
+
+    total = tree([source.astype(dtypes.accumulator(dtype)) for source in sources], combine)
     if dtypes.is_half(dtype) and scaling is not None:
         operand = np.float32(scaling.factor)
         total = total * operand if scaling.kind is ScalingKind.MULTIPLY else total / operand

@@ -108,11 +108,9 @@ class DevicePlanner:
         native = native and registry.NATIVE in names
         reproducible = planner.is_reproducible(collective, algorithm)
         native = native and not reproducible
-        forced = (
-            None
-            if reproducible
-            else (planner.forced_algorithm(collective, algorithm, names, self._placement.hosts, " of GPU tensors"))
-        )
+        forced = None
+        if not reproducible:
+            forced = planner.forced_algorithm(collective, algorithm, names, self._placement.hosts, " of GPU tensors")
         chosen, why_transport = self._medium(collective, nbytes, forced, transport, native)
         if reproducible and self._placement.size > WAYS:
             chosen, why_transport = "host", f"a kernel combines up to {WAYS} ranks by the fixed tree"

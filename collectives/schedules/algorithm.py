@@ -70,7 +70,6 @@ class Algorithm:
     """The numbers of ranks that it serves; None: all. One rank is always served."""
     digest: str = ""
     """A hash of its steps, which ranks compare, because each has registered its own; empty: part of the package."""
-
     keeps_order: Callable[[Hosts], bool] = never
     """Whether all that it combines is combined by the fixed tree over all ranks (`schedules.fixed_tree`), given the
     ranks on each host."""

@@ -170,7 +170,7 @@ def installed(tmp_path: Path) -> Path:
 def test_horovod_itself_goes_first(way: str, installed: Path) -> None:
     first, path = WAYS[way]
     program = f"""{first}import importlib.metadata, sys, horovod, horovod.torch
-left = [entry for entry in sys.path if entry.endswith("site")]
+left = [entry for entry in sys.path if entry.endswith("/site")]
 print(json.dumps([horovod.__version__, horovod.torch.value, horovod.__file__, len(left)]))"""
     result = run(f"import json\n{program}", *path, installed)
     # Behind an installed one, our folder does no harm; before it, it has to go.

@@ -79,7 +79,7 @@ def commands(target: str) -> str:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize(
-    ("target", "environments"), [("demo", 1), ("bench", 1), ("wheel", 1), ("gpu-compile", 1), ("test", 2)]
+    ("target", "environments"), [("demo", 1), ("bench", 1), ("wheel", 1), ("gpu-compile", 1), ("site", 1), ("test", 3)]
 )
 def test_make_says_what_it_installs_and_installs_what_it_runs(target: str, environments: int) -> None:
     shown = commands(target)

@@ -248,6 +248,7 @@ _FORMULAS: tuple[tuple[str, Callable[[int, int], float]], ...] = (
     ("2", lambda n, hosts: 2),
     ("N-1", lambda n, hosts: n - 1),
     ("2(N-1)", lambda n, hosts: 2 * (n - 1)),
+    ("2, or 4 on hosts of 2^k ranks", lambda n, hosts: 2 if hosts == 1 or (n // hosts) & (n // hosts - 1) else 4),
     ("2H on H hosts", lambda n, hosts: 2 * hosts),
     ("(N-1)/N", lambda n, hosts: (n - 1) / n),
     ("2(N-1)/N", lambda n, hosts: 2 * (n - 1) / n),

@@ -31,6 +31,7 @@ DESCRIBED = [
     for collective in registry.COLLECTIVES
     for name in registry.on_host(collective)
     if not registry.find(collective, name).native and (collective, name) != ("broadcast", "direct")
+    if name != registry.REPRODUCIBLE
 ]
 
 

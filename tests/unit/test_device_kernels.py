@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.schedules.replay import tree
 
 from collectives.base import dtypes
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
@@ -19,7 +20,6 @@ from collectives.device import kernel_sources, kernels
 from collectives.device.kernels import Kernels, Scaling, ScalingKind
 from collectives.tensors import reduction
 from tests.support.emulated import host_kernels
-from tests.support.schedules.replay import tree
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

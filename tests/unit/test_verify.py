@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 
 from collectives.schedules.algorithm import Algorithm
 from collectives.schedules.proof.races import races
-from collectives.schedules.proof.replay import replay
 from collectives.schedules.proof.verify import ScheduleError, verify
 from collectives.schedules.schedule import Round, Schedule, Step, StepKind, receive, send
 from tests.unit.test_registry import WITH_SCHEDULE, name, schedules
@@ -37,27 +35,6 @@ class Mutation:
         changed[self.rank] = replace(changed[self.rank], rounds=tuple(rounds))
         return changed
 
-    def changes_nothing(self, schedules: Sequence[Schedule]) -> bool:
-        """Whether the mutant does the same as the original. There are two such ways, both with one's own value:
-
-        * a receive from oneself and a copy both put the own value, from before the round, where it was (but only a copy
-          marks the root of a broadcast);
-        * a receive from oneself that is the first step on its chunk, in a round that goes on to reduce into it, may be
-          left out.
-        """
-        step, own = self.step, self.step.peer == self.rank
-        alike = (StepKind.COPY, StepKind.RECEIVE)
-        if own and step.kind in alike and len(self.instead) == 1 and schedules[0].collective != "broadcast":
-            other = self.instead[0]
-            return other.kind in alike and replace(other, kind=step.kind) == step
-        if own and step.kind is StepKind.RECEIVE and not self.instead:
-            steps = schedules[self.rank].rounds[self.round]
-            first = all(earlier.kind is StepKind.SEND for earlier in steps[: self.place])
-            return first and any(
-                later.kind is StepKind.REDUCE and later.chunk == step.chunk for later in steps[self.place + 1 :]
-            )
-        return False
-
 
 def mutations(schedules: Sequence[Schedule]) -> Iterator[Mutation]:
     """Every step dropped, doubled, misdirected, on another chunk, longer, shorter, of another kind, moved by the other
@@ -75,28 +52,13 @@ def mutations(schedules: Sequence[Schedule]) -> Iterator[Mutation]:
                 yield from (Mutation(rank, number, place, step, other) for other in instead)
 
 
-def numbers(schedules: Sequence[Schedule]) -> list[dict[int, np.ndarray]]:
-    """Distinct powers of three for each rank and chunk, so that nothing that is lost or doubled cancels out; all chunks
-    everywhere."""
-    return [
-        {chunk: np.array([3**rank, chunk * 3**rank], object) for chunk in range(schedule.chunks)}
-        for rank, schedule in enumerate(schedules)
-    ]
-
-
 @pytest.mark.parametrize("algorithm", WITH_SCHEDULE, ids=name)
 def test_every_mutant_is_caught(algorithm: Algorithm) -> None:
     for hosts in HOSTS:
         right = schedules(algorithm, hosts, root=sum(map(len, hosts)) - 1)
-        start = numbers(right)
-        wanted = [{chunk: list(v) for chunk, v in held.items()} for held in replay(right, start)]
         survivors = []
         for mutation in mutations(right):
             mutant = mutation.apply(right)
-            if mutation.changes_nothing(right):
-                assert [{c: list(v) for c, v in held.items()} for held in replay(mutant, start)] == wanted, mutation
-                verify(mutant)
-                continue
             try:
                 verify(mutant)
             except ScheduleError:

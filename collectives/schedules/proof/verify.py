@@ -171,7 +171,7 @@ class _Machine:
                 if any(chunk not in result for chunk in range(step.chunk, step.chunk + step.span)):
                     raise self._fail(number, rank, step, "not all of that is part of its result")
             elif step.peer == rank:
-                values = tuple([before.get(c, held.get(c, 0)) for c in range(step.chunk, step.chunk + step.span)])
+                raise self._fail(number, rank, step, "a rank receives from its peers only; it copies its own value")
             else:
                 letters = mail.get(step.peer * self.size + rank)
                 if not letters:

@@ -130,9 +130,9 @@ def allreduce(
         parts: the tensor has this rank's share of so many parts of all ranks along its first dimension, divided as
             `numpy.array_split` does; the result has the shape of one, and is the same on any number of ranks. Only with
             ``algorithm="reproducible"``, and in host memory.
-        algorithm: "ring", "direct", "one-shot", "recursive-doubling", "hierarchical", "inline" or "native"; chosen by
-            default. "reproducible": one that adds in a fixed order, with the same bits whatever moves them
-            (docs/reproducible.md).
+        algorithm: "ring", "direct", "one-shot", "recursive-doubling", "hierarchical", "inline", "native" or
+            "reproducible"; chosen by default. "reproducible" stands for those that add in a fixed order, with the same
+            bits whatever moves them (docs/reproducible.md).
         transport: "window", "direct-read", or messages, "mpi" (or "tcp", where TCP carries them), for the ranks of one
             host; of GPU tensors "cuda-ipc", "nccl" or "host"; chosen by default.
         stream: of a GPU tensor: the CUDA stream after whose work it is read, and before whose later work the result is

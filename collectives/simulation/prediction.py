@@ -68,6 +68,11 @@ class Predictor:
             if choice.native:
                 seconds, way = nccl.time(collective, nbytes, cluster)
                 return self._with_busbw(collective, f"NCCL ({way})", nbytes, seconds, why)
+            if choice.transport == "host":
+                raise InvalidArgumentError(
+                    f"algorithm={algorithm!r}: this {collective} of {size} GPUs goes through host memory, which is not "
+                    f"simulated ({why}); choose another algorithm"
+                )
         else:
             host = self._planner.choose(collective, nbytes, algorithm=algorithm)
             name, segment, overlap, why = host.algorithm, host.block_bytes or None, host.overlap, host.why

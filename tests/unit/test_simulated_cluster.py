@@ -437,6 +437,13 @@ def test_traces_of_all_ranks_are_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert "3 traces" in capsys.readouterr().out
 
 
+def test_what_goes_through_host_memory_on_gpus_is_no_choice_of_the_simulator() -> None:
+    predictor = Predictor(topology.load("p100-25gbit", 512))
+    assert "reproducible" not in [one.algorithm for one in predictor.every("allreduce", 1 << 24)]
+    with pytest.raises(InvalidArgumentError, match="host memory, which is not simulated"):
+        predictor.predict("allreduce", 1 << 24, "reproducible")
+
+
 def test_the_page_lists_every_cluster() -> None:
     page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
     assert all(f"`{name}`" in page for name in topology.CLUSTERS)

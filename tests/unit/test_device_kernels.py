@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.schedules.replay import tree
 
 from collectives.base import dtypes
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.device import kernel_sources, kernels
 from collectives.device.kernels import Kernels, Scaling, ScalingKind
+from collectives.schedules.proof.replay import tree
 from collectives.tensors import reduction
 from tests.support.emulated import host_kernels
 

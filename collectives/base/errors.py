@@ -2,7 +2,9 @@
 
 An argument that no rank can accept is a ``ValueError`` or a ``TypeError`` and is raised before anything is sent. An
 error that only the ranks together can detect (a mismatch, a failed or missing rank) is a ``RuntimeError`` and is raised
-on every rank. Each message names the rank, the tensor, the expected and the actual value, and the remedy.
+on every rank. Each message names the rank, the tensor, the expected and the actual value, and the remedy. It ends with
+its code, such as ``[M3]``, by which docs/troubleshooting/ says more; where a list or another message follows, the code
+ends the first paragraph.
 """
 
 from __future__ import annotations

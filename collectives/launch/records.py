@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 _TRACEBACK = "Traceback (most recent call last):"
-_OF_ANOTHER = re.compile(r"^\S*RankFailedError: rank \d+: rank \d+ has failed:$", re.MULTILINE)
+_OF_ANOTHER = re.compile(r"^\S*RankFailedError: rank \d+: rank \d+ has failed(?: \[\w+\])?:$", re.MULTILINE)
 """What precedes the traceback of another rank, which may be one of another launcher."""
 ABORT_NOTICE = re.compile(rb"^Abort\(\d+\) on node .*application called MPI_Abort.*\n?", re.MULTILINE)
 """MPICH's message, written by the rank, when it aborts the job after its failure."""

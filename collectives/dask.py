@@ -82,7 +82,7 @@ def run(
         collectives.dask.run(Client(n_workers=2, threads_per_worker=1), mean_rank)      # [0.5, 0.5]
     """
     if find_spec("distributed") is None:
-        raise MissingDependencyError("collectives.dask needs Dask: pip install distributed")
+        raise MissingDependencyError("collectives.dask needs Dask: pip install distributed [L119]")
     sites = _sites(client, np, workers)
     places = dict(zip(sites, hosted_ranks.arrange(list(sites.values())), strict=True))
     by_rank = sorted(places, key=lambda worker: int(places[worker]["COLLECTIVES_RANK"]))
@@ -104,7 +104,7 @@ def run(
             if not has_failed and any(outcome and outcome.failure for outcome in outcomes):
                 has_failed, end = True, time.monotonic() + _AFTER_FAILURE
             if not has_failed and None in outcomes and time.monotonic() > end:
-                raise CollectiveTimeoutError(f"collectives.dask.run: the call was not done after {timeout:g} s")
+                raise CollectiveTimeoutError(f"collectives.dask.run: the call was not done after {timeout:g} s [L120]")
         return hosted_ranks.results([outcome for outcome in outcomes if outcome], "collectives.dask.run")
     finally:
         if None in outcomes:
@@ -117,19 +117,19 @@ def _sites(client: Client, np: int | None, workers: Sequence[str] | None) -> dic
     unknown = [worker for worker in workers or () if worker not in present]
     if unknown:
         raise InvalidArgumentError(
-            f"collectives.dask.run: workers: there is no {unknown[0]!r}; expected some of {', '.join(present)}"
+            f"collectives.dask.run: workers: there is no {unknown[0]!r}; expected some of {', '.join(present)} [L121]"
         )
     chosen = list(workers or present)
     if not chosen or (np is not None and not 1 <= np <= len(chosen)):
         raise InvalidArgumentError(
             f"collectives.dask.run: np={np}: there are {len(chosen)} workers, and one process is one rank, however "
             "many threads it has: start more workers (n_workers=, threads_per_worker=1), or use "
-            "collectives.local_world for ranks that are threads of one process"
+            "collectives.local_world for ranks that are threads of one process [L122]"
         )
     answers = _answers(client, chosen)
     if answers is None:  # a worker has ended meanwhile
         if workers:
-            raise RankFailedError(f"collectives.dask.run: one of the workers {', '.join(workers)} has just ended")
+            raise RankFailedError(f"collectives.dask.run: one of the workers {', '.join(workers)} has just ended [L1]")
         return _sites(client, np, workers)
     processes: dict[tuple[str, int], str] = {}
     for worker in chosen:
@@ -138,7 +138,7 @@ def _sites(client: Client, np: int | None, workers: Sequence[str] | None) -> dic
             raise InvalidArgumentError(
                 f"collectives.dask.run: the workers {processes[process]} and {worker} are threads of one process, and "
                 "one process is one rank: start workers as processes (LocalCluster(processes=True)), or use "
-                "collectives.local_world for ranks that are threads"
+                "collectives.local_world for ranks that are threads [L123]"
             )
         processes[process] = worker
     return {worker: answers[worker][1] for worker in chosen[:np]}
@@ -155,7 +155,7 @@ def _answers(client: Client, workers: Sequence[str]) -> dict[str, tuple[tuple[st
         if time.monotonic() > end:
             raise CollectiveTimeoutError(
                 f"collectives.dask.run: the workers {', '.join(pending)} have had no free thread for "
-                f"{_ANSWERED_WITHIN:g} s: wait for their tasks, or name others by workers="
+                f"{_ANSWERED_WITHIN:g} s: wait for their tasks, or name others by workers= [L124]"
             )
     return {worker: future.result() for worker, future in futures.items()}
 

@@ -25,6 +25,7 @@ WARNINGS = {"warn", "warning", "exception", "warn_on_first_rank"}
 TEXTS = {*WARNINGS, "refused", "_refused", "_give_up"}
 """What takes a text that users see, besides errors of the tree."""
 UNSEEN = (
+    ("base/user_folder.py", "is not a folder of this user"),
     ("base/interchange.py", "ranks do not exchange values"),
     ("engine/persistent.py", "every start of this operation"),
     ("engine/rows.py", "no call is in progress"),

@@ -116,7 +116,7 @@ def _register_from(file: str) -> str:
             return registration.register(plan.collective, plan.name, plan.build, plan.sizes).name
         runpy.run_path(file)
     except (OSError, ScheduleError, SyntaxError) as error:
-        raise InvalidArgumentError(f"algorithm of {file}: {error}") from error
+        raise InvalidArgumentError(f"algorithm of {file}: {error} [A84]") from error
     return ""
 
 
@@ -140,7 +140,7 @@ def algorithm_name(text: str) -> str:
     except InvalidArgumentError:
         raise
     except ValueError:
-        raise InvalidArgumentError(f"algorithm={text!r}: expected {parse_algorithm.__doc__}") from None
+        raise InvalidArgumentError(f"algorithm={text!r}: expected {parse_algorithm.__doc__} [A68]") from None
 
 
 parse_algorithm.__doc__ = f"one of {', '.join(ALGORITHMS)}, one registered before init(), or FILE.py:NAME or FILE.json"
@@ -351,7 +351,7 @@ def stated_settings(environment: Mapping[str, str]) -> dict[str, Any]:
             except InvalidArgumentError:
                 raise
             except (ValueError, IndexError):
-                raise InvalidArgumentError(f"{variable}={text!r}: expected {parse.__doc__}") from None
+                raise InvalidArgumentError(f"{variable}={text!r}: expected {parse.__doc__} [A66]") from None
             if value is not None:
                 values[name] = value
                 break
@@ -368,5 +368,5 @@ def unknown(environment: Mapping[str, str]) -> list[str]:
         if name.startswith(_PREFIX) and setting not in settings and not name.startswith(_INTERNAL):
             alike = difflib.get_close_matches(setting, settings, n=1)
             meant = f"; did you mean {_PREFIX}{alike[0]}?" if alike else " of collectives"
-            problems.append(f"{name} is no setting{meant}")
+            problems.append(f"{name} is no setting{meant} [A67]")
     return problems

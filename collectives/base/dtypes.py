@@ -56,7 +56,7 @@ def resolve(dtype: Any, *, argument: str = "dtype") -> np.dtype[Any]:
         try:
             resolved = np.dtype(dtype)
         except (TypeError, ValueError, SyntaxError):  # SyntaxError: strings such as "f4,,"
-            raise InvalidTypeError(f"{argument}: {OFFER}; got {dtype!r}") from None
+            raise InvalidTypeError(f"{argument}: {OFFER}; got {dtype!r} [T16]") from None
     # A structure has several byte orders; it is rejected below under its own name.
     native = resolved if resolved.isnative or resolved.kind == "V" else resolved.newbyteorder("=")
     if native in SUPPORTED:
@@ -64,7 +64,7 @@ def resolve(dtype: Any, *, argument: str = "dtype") -> np.dtype[Any]:
     if native.name in _OF_ML_DTYPES and _is_of_ml_dtypes(native, native.name):
         SUPPORTED[native] = native.name
         return native
-    raise InvalidTypeError(f"{argument}: dtype {resolved} is not supported; {OFFER}")
+    raise InvalidTypeError(f"{argument}: dtype {resolved} is not supported; {OFFER} [T17]")
 
 
 def name(dtype: Any) -> str:
@@ -122,6 +122,8 @@ def _of_ml_dtypes(name: str) -> np.dtype[Any]:
     try:
         dtype: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
     except (ImportError, AttributeError):
-        raise MissingDependencyError(f"{name} needs the package ml_dtypes: pip install --upgrade ml_dtypes") from None
+        raise MissingDependencyError(
+            f"{name} needs the package ml_dtypes: pip install --upgrade ml_dtypes [T18]"
+        ) from None
     SUPPORTED[dtype] = name
     return dtype

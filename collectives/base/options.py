@@ -136,7 +136,7 @@ def refuse_unknown(options: Mapping[str, Any], accepted: type[Any]) -> None:
         own = described.co_varnames[: described.co_argcount + described.co_kwonlyargcount]
         near = difflib.get_close_matches(unknown[0], {*own, *accepted.__optional_keys__}, 1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"{functions[-1].co_name}() got an unexpected keyword argument {unknown[0]!r}{meant}")
+        raise TypeError(f"{functions[-1].co_name}() got an unexpected keyword argument {unknown[0]!r}{meant} [A15]")
 
 
 def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Function]:

@@ -84,7 +84,7 @@ def _ours(group: Any) -> Any:
     if not isinstance(group, Group) and group is not None:
         group = group._get_backend(torch.device("cpu"))
     if not isinstance(group, Group):
-        raise InvalidTypeError(f"group: expected a process group of the backend collectives, got {group!r}")
+        raise InvalidTypeError(f"group: expected a process group of the backend collectives, got {group!r} [F95]")
     return group
 
 

@@ -228,7 +228,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
             does not let a Python class be one of several.
     """
     if pg_options is not None:
-        raise InvalidArgumentError(f"pg_options: expected None for the backend {NAME}, got {pg_options!r}")
+        raise InvalidArgumentError(f"pg_options: expected None for the backend {NAME}, got {pg_options!r} [F96]")
     deferred = getattr(options, "enable_reconfigure", False)
     arguments = (
         None if deferred else options.store,
@@ -249,7 +249,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
         raise InvalidArgumentError(
             f"backend: expected {NAME!r} alone, for all devices, got it beside {', '.join(wanted - {NAME})}: "
             f"in torch {torch.__version__} a backend that is written in Python takes the place of the whole group; "
-            "from 2.14 on it can be one of several"
+            "from 2.14 on it can be one of several [F97]"
         ) from None
 
 

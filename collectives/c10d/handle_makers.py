@@ -42,7 +42,7 @@ def dense(tensor: Any, operation: str) -> Any:
     if tensor.layout is not torch.strided:
         raise InvalidTypeError(
             f"{operation}: expected a dense tensor, got layout {tensor.layout}; a sum of sparse COO tensors on the "
-            "CPU is what all_reduce takes besides"
+            "CPU is what all_reduce takes besides [T26]"
         )
     return tensor
 
@@ -227,7 +227,7 @@ def to_list(handle: Handle, parts: Sequence[Any]) -> Handle:
 def check_dtype(parts: Sequence[Any], sent: Any, operation: str) -> None:
     other = next((part.dtype for part in parts if part.dtype != sent.dtype), None)
     if other is not None:
-        raise InvalidTypeError(f"{operation}: expected tensors of dtype {sent.dtype} for the result, got {other}")
+        raise InvalidTypeError(f"{operation}: expected tensors of dtype {sent.dtype} for the result, got {other} [F98]")
 
 
 def check_counts(handle: Handle, expected: list[int]) -> None:
@@ -238,7 +238,7 @@ def check_received(title: str, received: Sequence[int], expected: list[int]) -> 
     if list(received) != expected:
         raise MismatchError(
             f"{title}: expected {expected} elements from the ranks, as the tensors for the result have; "
-            f"they have sent {list(received)}"
+            f"they have sent {list(received)} [M1]"
         )
 
 

@@ -130,7 +130,7 @@ class Operations:
         if share.numel() != out.numel():
             raise self._refused(
                 f"reduce_scatter: output: expected the {share.numel()} elements of this rank's tensor in input_list; "
-                f"got {out.numel()}"
+                f"got {out.numel()} [F102]"
             )
         if any(part.numel() != out.numel() for part in parts):
             return self._do(
@@ -191,7 +191,8 @@ class Operations:
         self._not_empty(input_tensors, "all_gather")
         if len(output_tensors) != len(input_tensors):
             raise self._refused(
-                f"all_gather: expected one list for each of {len(input_tensors)} tensors, got {len(output_tensors)}"
+                f"all_gather: expected one list for each of {len(input_tensors)} tensors, got {len(output_tensors)} "
+                "[F103]"
             )
         for parts in output_tensors:
             self._each_rank(parts, "all_gather: tensor_list")
@@ -317,7 +318,9 @@ class Operations:
 
     def _connected(self) -> World:
         if self.world is None:
-            raise NotInitializedError("this process group is not connected: it was destroyed, or has no members yet")
+            raise NotInitializedError(
+                "this process group is not connected: it was destroyed, or has no members yet [W2]"
+            )
         return self.world
 
     def _do(
@@ -365,25 +368,25 @@ class Operations:
 
     def _not_empty(self, tensors: Sequence[Any], operation: str) -> None:
         if not tensors:
-            raise self._refused(f"{operation}: expected at least one tensor, got an empty list")
+            raise self._refused(f"{operation}: expected at least one tensor, got an empty list [F104]")
 
     def _root(self, opts: Any, operation: str) -> int:
         root, size = int(opts.rootRank), self._connected().size
         if not 0 <= root < size:
-            raise self._refused(f"{operation}: root: expected a rank from 0 to {size - 1}, got {root}")
+            raise self._refused(f"{operation}: root: expected a rank from 0 to {size - 1}, got {root} [A16]")
         return root
 
     def _each_rank(self, parts: Sequence[Any], argument: str) -> None:
         size = self._connected().size
         if len(parts) != size:
-            raise self._refused(f"{argument}: expected {size} tensors, one for each rank; got {len(parts)}")
+            raise self._refused(f"{argument}: expected {size} tensors, one for each rank; got {len(parts)} [F105]")
 
     def _all_in(self, whole: Any, part: Any, operation: str, name: str, name_of_part: str) -> None:
         size = self._connected().size
         if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
             raise self._refused(
                 f"{operation}: {name}: expected {size} times the {part.numel()} elements of {name_of_part}, of dtype "
-                f"{part.dtype}; got {whole.numel()} of {whole.dtype}"
+                f"{part.dtype}; got {whole.numel()} of {whole.dtype} [F106]"
             )
 
     def _elements(self, tensor: Any, splits: Sequence[int], argument: str) -> list[int]:
@@ -392,12 +395,13 @@ class Operations:
         if not splits:
             if rows % size:
                 raise self._refused(
-                    f"all_to_all_single: expected rows that {size} ranks can share evenly, or {argument}; got {rows}"
+                    f"all_to_all_single: expected rows that {size} ranks can share evenly, or {argument}; got {rows} "
+                    "[F107]"
                 )
             splits = [rows // size] * size
         elif len(splits) != size or sum(splits) != rows:
             raise self._refused(
-                f"all_to_all_single: {argument}: expected {size} numbers with a sum of {rows}, got {list(splits)}"
+                f"all_to_all_single: {argument}: expected {size} numbers with a sum of {rows}, got {list(splits)} [A21]"
             )
         row = tensor.numel() // rows if rows else 0
         return [count * row for count in splits]
@@ -408,7 +412,7 @@ class Operations:
 
 def _one(tensors: Sequence[Any], operation: str) -> Any:
     if len(tensors) != 1:
-        raise InvalidArgumentError(f"{operation}: expected a list of one, got {len(tensors)}")
+        raise InvalidArgumentError(f"{operation}: expected a list of one, got {len(tensors)} [F108]")
     return tensors[0]
 
 

@@ -87,7 +87,7 @@ class Accelerator:
                 raise InvalidArgumentError(
                     f"tensor: expected device {self.device.index}, on which this rank's first tensor was, got device "
                     f"{device.index}: a rank uses one GPU; give it one with CUDA_VISIBLE_DEVICES, "
-                    f"torch.cuda.set_device or cupy.cuda.Device"
+                    f"torch.cuda.set_device or cupy.cuda.Device [G7]"
                 )
             return self.device
 
@@ -169,7 +169,7 @@ class Accelerator:
             self.config.timeout,
             lambda: (
                 f"rank {self.context.rank}: waited {self.config.timeout:g} s for the GPU, whose work waits for another "
-                f"rank; see what that is doing, or raise COLLECTIVES_TIMEOUT"
+                f"rank; see what that is doing, or raise COLLECTIVES_TIMEOUT [G29]"
             ),
             yields=_SPINS,
             longest=_NAP,

@@ -167,13 +167,15 @@ class Connection:
         how = ", ".join(f"{name} ({why or 'yes'})" for name, why in (("CUDA IPC", facts.ipc), ("NCCL", facts.nccl)))
         logger.info("GPU tensors: %d ranks on %d GPUs; %s", ranks, gpus, how)
         if facts.shares_gpus:
-            logger.warning("%d ranks share %d GPU%s: they take turns on it, by CUDA IPC", ranks, gpus, "s" * (gpus > 1))
+            logger.warning(
+                "%d ranks share %d GPU%s: they take turns on it, by CUDA IPC [G16]", ranks, gpus, "s" * (gpus > 1)
+            )
         if facts.ipc and len(self._context.group.local) > 1:
             detour = "through NCCL" if not facts.nccl else "through host memory, which is slower"
-            logger.warning("CUDA IPC cannot be used (%s): GPU tensors go %s", facts.ipc, detour)
+            logger.warning("CUDA IPC cannot be used (%s): GPU tensors go %s [G17]", facts.ipc, detour)
         if self._nccl_failure is not None:
             detour = "through host memory" if facts.ipc else "by CUDA IPC"
-            logger.warning("%s; GPU tensors go %s", bare(self._context.rank, self._nccl_failure), detour)
+            logger.warning("%s; GPU tensors go %s [G18]", bare(self._context.rank, self._nccl_failure), detour)
 
     def communicator(self) -> NcclCommunicator:
         """NCCL's communicator of these ranks; created by the first call, which is collective.
@@ -214,7 +216,7 @@ class Connection:
             problem = str(error)
         problem = next(filter(None, self._context.control.exchange(problem)), "")
         if problem:
-            raise ConnectError(f"rank {rank}: NCCL cannot connect these ranks: {bare(rank, problem)}")
+            raise ConnectError(f"rank {rank}: NCCL cannot connect these ranks: {bare(rank, problem)} [G22]")
         return result
 
     def use_messages(self, transport: str) -> None:

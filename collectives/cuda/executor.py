@@ -118,7 +118,7 @@ class DeviceExecutor:
         device, memory, board, main, row = self._device, self.memory, self._board, self.main, self._row
         if memory is None or board is None or len(plan.stages) >= self._events:
             raise TransportError(
-                f"rank {self._rank}: a plan over device memory has come where there is none: {plan.description}"
+                f"rank {self._rank}: a plan over device memory has come where there is none: {plan.description} [G30]"
             )
         events, own, base = memory.events, memory.events[self._rank], self._state.base
         for peer in plan.partners:
@@ -177,7 +177,7 @@ class DeviceExecutor:
         if not (stage.receives or stage.sends):
             return
         if self.messages is None:
-            raise TransportError(f"rank {self._rank}: a device plan with messages has come where there are none")
+            raise TransportError(f"rank {self._rank}: a device plan with messages has come where there are none [G31]")
         self.messages.exchange(stage, table, dtype, self.main)
 
     def _replay(self, plan: DevicePlan, table: Array, dtype: np.dtype[np.generic], states: Sequence[int]) -> None:
@@ -187,7 +187,7 @@ class DeviceExecutor:
         capture.
         """
         if self._abandoned:
-            raise TransportError(f"rank {self._rank}: the work of this world has been aborted")
+            raise TransportError(f"rank {self._rank}: the work of this world has been aborted [G32]")
         key = (id(plan), plan.placed)
         capture = self._captures.get(key)
         if capture is None:

@@ -124,16 +124,18 @@ class DevicePlanner:
         if entry.native and (chosen != "nccl" or not native):
             why = "has no such collective for these elements" if chosen == "nccl" else "is not the transport"
             raise InvalidArgumentError(
-                f"algorithm='native' is NCCL's own collective, and NCCL {why}; use ring or direct"
+                f"algorithm='native' is NCCL's own collective, and NCCL {why}; use ring or direct [A50]"
             )
         if entry.spans_hosts and chosen == "nccl":
             raise InvalidArgumentError(
-                f"algorithm={entry.name!r} works with transport='cuda-ipc'; NCCL has its own ('native')"
+                f"algorithm={entry.name!r} works with transport='cuda-ipc'; NCCL has its own ('native') [A51]"
             )
         if chosen == "cuda-ipc" and not self._placement.one_host and not entry.spans_hosts:
             spanning = [name for name in names if registry.find(collective, name).spans_hosts]
             use = ", ".join(map(repr, (*spanning, "nccl"))) + " or 'host'"
-            raise TransportError(f"transport='cuda-ipc': {collective} with {entry.name} stays on one host; use {use}")
+            raise TransportError(
+                f"transport='cuda-ipc': {collective} with {entry.name} stays on one host; use {use} [A52]"
+            )
         why = f"{why_algorithm}; {why_transport}"
         return replace(self._segmented(entry, chosen, nbytes), stepwise=reproducible, why=why)
 
@@ -146,15 +148,15 @@ class DevicePlanner:
         if forced != "auto":
             if forced not in TRANSPORTS:
                 raise InvalidArgumentError(
-                    f"transport={forced!r}: expected one of auto, {', '.join(TRANSPORTS)} for GPU tensors"
+                    f"transport={forced!r}: expected one of auto, {', '.join(TRANSPORTS)} for GPU tensors [A53]"
                 )
             why = {"cuda-ipc": facts.ipc, "nccl": facts.nccl}.get(forced)
             if why:
-                raise TransportError(f"transport={forced!r}: {why}")
+                raise TransportError(f"transport={forced!r}: {why} [A54]")
             return forced, "transport as asked for"
         if algorithm is not None and algorithm.native:
             if facts.nccl:
-                raise TransportError(f"algorithm='native': {facts.nccl}")
+                raise TransportError(f"algorithm='native': {facts.nccl} [A55]")
             return "nccl", "NCCL's own algorithm"
         if algorithm is not None and algorithm.spans_hosts:
             return ("host", facts.ipc) if facts.ipc else ("cuda-ipc", "within hosts, and messages between them")

@@ -87,11 +87,11 @@ class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
             ):
                 raise UnsupportedError(
                     "algorithm='reproducible': a GPU scales compressed elements in float32, a host in their halves; "
-                    "leave compression out, or sum without factors and scale the result"
+                    "leave compression out, or sum without factors and scale the result [A69]"
                 )
         host = self._host.reducing(collective, _spec(view, wire), None, keywords)
         if adasum and (options.algorithm, options.transport) != (None, None):
-            raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out")
+            raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out [A5]")
         entry = self._entry(host, view, options, wire)
         entry.nbytes = view.nbytes
         if not adasum or self._size == 1:  # an Adasum of several ranks is scaled by the host's engine
@@ -144,8 +144,8 @@ def _check_forced(options: Options) -> None:
     """Refuse what no rank can have; whether these ranks have it is decided once all of them have met."""
     for argument, value in (("algorithm", options.algorithm), ("transport", options.transport)):
         if value is not None and not isinstance(value, str):
-            raise InvalidArgumentError(f"{argument}: expected a string or None, got {value!r}")
+            raise InvalidArgumentError(f"{argument}: expected a string or None, got {value!r} [A31]")
     if options.transport not in (None, "auto", *TRANSPORTS):
         raise InvalidArgumentError(
-            f"transport={options.transport!r}: expected one of auto, {', '.join(TRANSPORTS)} for GPU tensors"
+            f"transport={options.transport!r}: expected one of auto, {', '.join(TRANSPORTS)} for GPU tensors [A56]"
         )

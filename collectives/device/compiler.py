@@ -36,12 +36,12 @@ def compiled(source: str, capability: int) -> bytes:
     except RuntimeError as error:
         raise MissingDependencyError(
             f"NVRTC, which compiles the kernels, cannot be loaded: {error}; pip install "
-            f'"cupy-cuda{runtime.runtimeGetVersion() // 1000}x[ctk]", or set CUDA_PATH to a CUDA toolkit'
+            f'"cupy-cuda{runtime.runtimeGetVersion() // 1000}x[ctk]", or set CUDA_PATH to a CUDA toolkit [G1]'
         ) from error
     if capability < min(served):
         raise TransportError(
             f"NVRTC {major}.{minor} compiles for GPUs of compute capability {min(served)} and newer, this one has "
-            f"{capability}; install a CuPy for an older CUDA: pip install cupy-cuda12x"
+            f"{capability}; install a CuPy for an older CUDA: pip install cupy-cuda12x [G2]"
         )
     # A GPU newer than this NVRTC gets PTX, which its driver compiles.
     exact = capability in served
@@ -64,7 +64,7 @@ def _compile(source: str, options: tuple[str, ...], *, exact: bool) -> bytes:
         code: bytes = (nvrtc.getCUBIN(program) if exact else nvrtc.getPTX(program)) + b"\0"
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
-        raise TransportError(f"a kernel does not compile ({error}, {' '.join(options)}):\n{log}") from error
+        raise TransportError(f"a kernel does not compile ({error}, {' '.join(options)}) [G3]:\n{log}") from error
     finally:
         nvrtc.destroyProgram(program)
     return code

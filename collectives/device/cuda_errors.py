@@ -61,7 +61,7 @@ def refused(device: Device, attempt: str, error: BaseException, *, sharing: bool
     if sharing and name in _SHARING:
         advice = _SHARING_ADVICE
     kind = OutOfMemoryError if advice is _OUT_OF_MEMORY else TransportError
-    return kind(f"GPU {device.index} ({device.name}): cannot {attempt}: {error}{advice}")
+    return kind(f"GPU {device.index} ({device.name}): cannot {attempt}: {error}{advice} [G12]")
 
 
 class Attempt:

@@ -114,7 +114,7 @@ class CupyDevice:
         except TransportError as error:
             raise TransportError(
                 f"GPU {self.index} ({self.name}): {address:#x} is not device memory that the driver knows as one "
-                f"piece: {error}"
+                f"piece: {error} [G13]"
             ) from error
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -228,7 +228,7 @@ class CupyDevice:
             if not runtime.deviceCanAccessPeer(self.index, peer):
                 raise TransportError(
                     f"GPU {self.index} ({self.name}): its kernels cannot reach the memory of GPU {peer}: "
-                    f"nvidia-smi topo -p2p r shows which GPUs can"
+                    f"nvidia-smi topo -p2p r shows which GPUs can [G19]"
                 )
             try:
                 runtime.deviceEnablePeerAccess(peer)

@@ -139,7 +139,7 @@ class Kernels:
                 raise InvalidArgumentError(
                     f"combination: expected jobs of 1 to {most} sources, 1 to {WAYS} targets and 0 elements or more;"
                     f" got {sources} sources, {targets} targets and {count} elements; give what is more than that to "
-                    f"several jobs"
+                    f"several jobs [G33]"
                 )
         kernel, width = _choose(op, dtype, all(sources == 1 for sources, _, _ in shape), scaling, stepwise)
         wide = [(sources, targets, count * width) for sources, targets, count in shape]

@@ -28,7 +28,7 @@ def load() -> ctypes.CDLL:
         # PyDLL holds the interpreter lock: these calls are shorter than reacquiring it can take.
         return ctypes.PyDLL(LIBRARY)
     except OSError as error:
-        raise TransportError(f"no NVIDIA driver: {error}") from None
+        raise TransportError(f"no NVIDIA driver: {error} [G4]") from None
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -87,7 +87,7 @@ def capture_mode(mode: int) -> int:
     value = _one_int(mode)
     # Not by `_call`, because it is called twice for every operation.
     if status := load().cuThreadExchangeStreamCaptureMode(value):
-        raise TransportError(f"cuThreadExchangeStreamCaptureMode: error {status}")
+        raise TransportError(f"cuThreadExchangeStreamCaptureMode: error {status} [G14]")
     return value[0]
 
 

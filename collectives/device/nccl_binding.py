@@ -25,7 +25,7 @@ def load() -> Any:
     except ImportError as error:
         reason = (
             f"NCCL is reached through CuPy, which cannot be imported ({error}): pip install cupy-cuda13x, or "
-            f"cupy-cuda12x"
+            f"cupy-cuda12x [G23]"
         )
     if reason is None:
         return binding

@@ -63,7 +63,7 @@ class Packing:
         if dtype != wire and not (dtypes.is_half(wire) and dtype.kind == "f" and dtype.itemsize > 2):
             raise InvalidTypeError(
                 f"packing: expected the tensors' own dtype in the buffer, or float16 or bfloat16 for float32 and "
-                f"float64; got {dtypes.name(wire)} for {dtypes.name(dtype)}"
+                f"float64; got {dtypes.name(wire)} for {dtypes.name(dtype)} [G34]"
             )
         self._device = device
         step = _ALIGNMENT // min(dtype.itemsize, wire.itemsize)

@@ -22,7 +22,7 @@ class CupyProvider:
 
     def __init__(self) -> None:
         if reason := diagnosis.why_not():
-            raise MissingDependencyError(f"GPUs cannot be used here: {reason}")
+            raise MissingDependencyError(f"GPUs cannot be used here: {reason} [G5]")
         self._count = libcuda.count()
         self._make: Callable[[int], Device] = importlib.import_module("collectives.device.cupy_device").CupyDevice
         self._making = threading.Lock()
@@ -49,11 +49,11 @@ class CupyProvider:
             index = libcuda.attribute(address, libcuda.DEVICE_ORDINAL)
         except TransportError as error:
             raise InvalidArgumentError(
-                f"{address:#x}: expected an address in device memory, which CUDA does not know it as: {error}"
+                f"{address:#x}: expected an address in device memory, which CUDA does not know it as: {error} [G8]"
             ) from error
         if not on_device:
             raise InvalidArgumentError(
-                f"{address:#x}: expected an address in device memory, got page-locked host memory"
+                f"{address:#x}: expected an address in device memory, got page-locked host memory [G9]"
             )
         return self.device(index)
 
@@ -92,7 +92,7 @@ def choose(local_rank: int, override: int | None = None) -> int:
     """
     count = provider().count()
     if not count:
-        raise InvalidArgumentError("this process sees no GPU: see CUDA_VISIBLE_DEVICES, and nvidia-smi")
+        raise InvalidArgumentError("this process sees no GPU: see CUDA_VISIBLE_DEVICES, and nvidia-smi [G10]")
     if override is None:
         return local_rank % count
     _check_number(override, count)
@@ -101,4 +101,4 @@ def choose(local_rank: int, override: int | None = None) -> int:
 
 def _check_number(index: int, count: int) -> None:
     if not 0 <= index < count:
-        raise InvalidArgumentError(f"GPU {index}: expected 0 to {count - 1}, the GPUs that this process sees")
+        raise InvalidArgumentError(f"GPU {index}: expected 0 to {count - 1}, the GPUs that this process sees [G11]")

@@ -77,7 +77,7 @@ def _tell_of_driver(facts: Mapping[str, Any]) -> None:
         try:
             listener(event)
         except Exception:
-            logger.exception("a function that hears of the job's events has failed, of %s", event)
+            logger.exception("a function that hears of the job's events has failed, of %s [E37]", event)
 
 
 def _generation() -> tuple[int, tuple[int, ...]]:

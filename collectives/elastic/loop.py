@@ -70,7 +70,7 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
         train(collectives.elastic.ObjectState(epoch=0))
     """
     if recover not in ("restore", "retry"):
-        raise InvalidArgumentError(f'run: recover: expected "restore" or "retry", got {recover!r}')
+        raise InvalidArgumentError(f'run: recover: expected "restore" or "retry", got {recover!r} [E10]')
     if func is None:
         return functools.partial(run, recover=recover, reset_limit=reset_limit)
 

@@ -71,7 +71,7 @@ class ModelState(ObjectState):
         **kwargs: Any,
     ) -> None:
         if not getattr(model, "built", True):
-            raise InvalidArgumentError("Model must be built first. Run `model.build(input_shape)`.")
+            raise InvalidArgumentError("Model must be built first. Run `model.build(input_shape)`. [E32]")
         self.model = model
         self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
         self._access = read, write

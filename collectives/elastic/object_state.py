@@ -97,7 +97,7 @@ class Attributes(Part):
         except Exception as error:
             raise InvalidTypeError(
                 f"elastic state: the attributes {', '.join(self._names)} cannot be saved: {error}; pass what changes "
-                "in training, and nothing else"
+                "in training, and nothing else [E33]"
             ) from error
         return tensors, file.getvalue()
 
@@ -203,7 +203,7 @@ class ObjectState(State):
             train(state)        # torchrun --max-restarts 3 train.py
         """
         if every < 1:
-            raise InvalidArgumentError(f"save_to: every: expected at least 1, got {every}")
+            raise InvalidArgumentError(f"save_to: every: expected at least 1, got {every} [E11]")
         self._file = StateFile(path, every)
 
     def _write_file(self) -> None:

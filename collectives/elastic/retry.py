@@ -125,12 +125,12 @@ class Steps:
         if self._over:
             raise RecoverableError(
                 f"rank {runtime.world().rank}: {name}: the training function that it belongs to has been left: read "
-                "its result before the function returns, or keep it in the state"
+                "its result before the function returns, or keep it in the state [E35]"
             )
         if self.renewed:
             raise RecoverableError(
                 f"rank {runtime.world().rank}: {name}: not carried out: ranks have died, and the training function "
-                "begins anew"
+                "begins anew [E36]"
             )
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ def synchronize(world: World, shadow: Shadow, own: Record) -> int:
         if all(record.came_late for record in records):
             raise OperationError(
                 f"rank {world.rank}: all ranks that had the state have ended before they could hand it over; start the "
-                "job again, from a checkpoint if there is one"
+                "job again, from a checkpoint if there is one [E1]"
             )
     receivers = [rank for rank in range(world.size) if rank not in holders]
     try:
@@ -79,7 +79,7 @@ def synchronize(world: World, shadow: Shadow, own: Record) -> int:
         fresh = [rank for rank, record in enumerate(records) if not record.synced]
         if own.synced and fresh:
             raise RankFailedError(
-                f"rank {world.rank}: newcomers, ranks {fresh}, have another state: {error}"
+                f"rank {world.rank}: newcomers, ranks {fresh}, have another state: {error} [M10]"
             ) from error
         raise
     if not receivers:

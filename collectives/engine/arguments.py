@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 def operation(op: Op | None, average: Any) -> Op:
     """The operation of ``op`` or ``average``, of which only one may be given; Average by default."""
     if isinstance(average, Op):
-        raise InvalidTypeError(f"average: expected True, False or None, got {average!r}; pass op={average!r}")
+        raise InvalidTypeError(f"average: expected True, False or None, got {average!r}; pass op={average!r} [A6]")
     if op is None:
         return Op.AVERAGE if average is None or average else Op.SUM
     if average is not None:
         raise InvalidArgumentError(
-            f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r}"
+            f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r} [A7]"
         )
     if not isinstance(op, Op):
-        raise InvalidTypeError(f"op: expected one of Average, Sum, Min, Max, Product, got {op!r}")
+        raise InvalidTypeError(f"op: expected one of Average, Sum, Min, Max, Product, got {op!r} [A8]")
     return op
 
 
@@ -35,7 +35,7 @@ def factor(argument: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidTypeError(f"{argument}: expected a number, got {value!r}") from None
+        raise InvalidTypeError(f"{argument}: expected a number, got {value!r} [A9]") from None
 
 
 def root(value: Any, size: int) -> int:
@@ -46,10 +46,10 @@ def root(value: Any, size: int) -> int:
 def integer(argument: str, value: Any, expected: str, most: int) -> int:
     """Convert an integer from 0 to ``most``, which messages call what is ``expected``."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InvalidTypeError(f"{argument}: expected {expected} from 0 to {most}, got {value!r}")
+        raise InvalidTypeError(f"{argument}: expected {expected} from 0 to {most}, got {value!r} [A17]")
     number = int(value.__index__())
     if not 0 <= number <= most:
-        raise InvalidArgumentError(f"{argument}: expected {expected} from 0 to {most}, got {number}")
+        raise InvalidArgumentError(f"{argument}: expected {expected} from 0 to {most}, got {number} [A18]")
     return number
 
 
@@ -57,31 +57,31 @@ def parts(keywords: Mapping[str, Any], size: int, reproducible: bool) -> int:
     """The number of parts that an all-reduce combines over all ranks; ``reproducible``: as all reductions shall be."""
     total = keywords["parts"]
     if isinstance(total, bool) or not hasattr(total, "__index__"):
-        raise InvalidTypeError(f"parts: expected the number of parts of all ranks, got {total!r}")
+        raise InvalidTypeError(f"parts: expected the number of parts of all ranks, got {total!r} [A70]")
     if total < size:
-        raise InvalidArgumentError(f"parts: expected at least one for each of {size} ranks, got {total}")
+        raise InvalidArgumentError(f"parts: expected at least one for each of {size} ranks, got {total} [A71]")
     algorithm = keywords.get("algorithm")
     if algorithm != "reproducible" and not (reproducible and algorithm in (None, "auto")):
         raise InvalidArgumentError(
             f"parts={total}: combines by the fixed tree, which algorithm='reproducible' has to ask for, got "
-            f"algorithm={algorithm!r}"
+            f"algorithm={algorithm!r} [A72]"
         )
     if keywords.get("op") is Op.ADASUM or keywords.get("compression") is not None:
-        raise InvalidArgumentError("parts: expected neither op=Adasum nor compression; leave them out")
+        raise InvalidArgumentError("parts: expected neither op=Adasum nor compression; leave them out [A73]")
     return int(total)
 
 
 def check_name(name: Any) -> None:
     """Check that a tensor's name is a string or None."""
     if name is not None and not isinstance(name, str):
-        raise InvalidTypeError(f"name: expected a string or None, got {name!r}")
+        raise InvalidTypeError(f"name: expected a string or None, got {name!r} [A32]")
 
 
 def with_rows(view: View | DeviceView, collective: str) -> None:
     """Check that a tensor has a first dimension."""
     if not view.shape:
         raise UnsupportedError(
-            f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)"
+            f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,) [A28]"
         )
 
 
@@ -91,7 +91,7 @@ def splits(value: Any, rows: int, size: int) -> tuple[int, ...]:
         if rows % size:
             raise InvalidArgumentError(
                 f"splits: None divides the first dimension evenly, but {rows} rows are not divisible by {size} "
-                f"ranks; pass splits"
+                f"ranks; pass splits [A22]"
             )
         return (rows // size,) * size
     try:
@@ -99,12 +99,15 @@ def splits(value: Any, rows: int, size: int) -> tuple[int, ...]:
     except Exception:
         counts = np.empty(0, object)
     if counts.dtype.kind not in "iu" and counts.size:
-        raise InvalidSplitsError(f"splits: expected {size} integers, one per rank, got {value!r}")
+        raise InvalidSplitsError(f"splits: expected {size} integers, one per rank, got {value!r} [A23]")
     values = tuple(int(count) for count in counts.reshape(-1))
     if counts.ndim != 1 or len(values) != size:
-        raise InvalidArgumentError(f"splits: expected a 1-D sequence of {size} integers, one per rank, got {value!r}")
+        raise InvalidArgumentError(
+            f"splits: expected a 1-D sequence of {size} integers, one per rank, got {value!r} [A24]"
+        )
     if min(values) < 0 or sum(values) != rows:
         raise InvalidArgumentError(
-            f"splits: expected numbers >= 0 that sum to the tensor's {rows} rows, got {values} (sum {sum(values)})"
+            f"splits: expected numbers >= 0 that sum to the tensor's {rows} rows, got {values} (sum {sum(values)}) "
+            "[A25]"
         )
     return values

@@ -105,7 +105,7 @@ class Context:
         """
         if not self.control.agree(token, words):
             raise TransportError(
-                f"rank {self.rank}: the ranks are at different places of an operation that all agreed on"
+                f"rank {self.rank}: the ranks are at different places of an operation that all agreed on [R32]"
             )
 
     def make_room(self) -> int:
@@ -124,7 +124,7 @@ class Context:
             problem = f"{type(error).__name__}: {error}"
         problem = next(filter(None, self.control.exchange(problem)), "") if self.size > 1 else problem
         if problem:
-            raise TransportError(f"rank {self.rank}: device memory cannot be released: {problem}")
+            raise TransportError(f"rank {self.rank}: device memory cannot be released: {problem} [G15]")
         return released
 
     def release(self) -> None:
@@ -149,7 +149,7 @@ def _nothing() -> int:
 
 
 def _no_devices(entries: Sequence[CachedRequest]) -> Sequence[tuple[Any, Sequence[int]]]:
-    raise TransportError("an operation on a device tensor has come to a world that has no device")
+    raise TransportError("an operation on a device tensor has come to a world that has no device [G35]")
 
 
 def _quiet_runner() -> Callable[..., Any]:

@@ -298,7 +298,7 @@ class Coordinator:
         if not control.agree(_COMPARE, own_frame.to_words(self.ledger.capacity)):
             raise TransportError(
                 f"rank {self._rank}: some ranks compare what they have submitted, and others do not: something between "
-                "the hosts changes what ranks say"
+                "the hosts changes what ranks say [N6]"
             )
         frames = [
             own_frame if peer == self.context.rank else Frame.from_words(control.words_of(peer))

@@ -64,7 +64,7 @@ class FailureHandler:
         text = in_words(self._rank, error)
         self.refuse(
             lambda: RankFailedError(
-                f"rank {self._rank}: this world has failed in an earlier call and cannot be used: {text}"
+                f"rank {self._rank}: this world has failed in an earlier call and cannot be used [R1]: {text}"
             ),
             error if isinstance(error, (RankFailedError, CollectiveTimeoutError)) else None,
         )
@@ -105,6 +105,8 @@ class FailureHandler:
             return False
         names = ", ".join(handle.name for handle in opened[0]) or "join"
         self.fail(
-            RankFailedError(f"rank {self._rank} left while operations were in flight: {names}; synchronize them first")
+            RankFailedError(
+                f"rank {self._rank} left while operations were in flight: {names}; synchronize them first [R13]"
+            )
         )
         return True

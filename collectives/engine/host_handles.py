@@ -51,7 +51,7 @@ class HostHandles:
             if out is not None and not np.may_share_memory(gathered, out):
                 raise MismatchError(
                     f"{handle.title}: expected {out.size} elements from all ranks, for the tensor that this rank has "
-                    f"given for the result; they have sent {gathered.size}"
+                    f"given for the result; they have sent {gathered.size} [M2]"
                 )
             result = view.wrap(gathered)
             return result if finish is None else finish(result, handle.gathered)

@@ -126,7 +126,7 @@ def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int]
     lines = [f"  rank {_ranges(ranks)}: {text}" for text, ranks in ranks_by_request.items()]
     return MismatchError(
         f"rank {rank}: the ranks disagree{subject} in {', '.join(differing) or 'their requests'}; no tensor was "
-        f"touched:\n"
+        f"touched [M3]:\n"
         + "\n".join(lines)
         + "\nEvery rank must make the same call with the same arguments."
         + ("" if all(request.name for request in by_rank.values()) else f" {_UNNAMED}")
@@ -143,14 +143,14 @@ def absent(rank: int, request: Request, joined: Collection[int], names: Sequence
     if request.root is not None and request.root in joined:
         return MismatchError(
             f"rank {rank}: {request.describe()}: the root, rank {names[request.root]}, has joined and has no tensor to "
-            f"give; broadcast before a rank can run out of data"
+            f"give; broadcast before a rank can run out of data [M7]"
         )
     fixed_rows = request.persistent is not None and request.collective.endswith(("allgather", "alltoall"))
     if joined and (fixed_rows or request.collective in EVERY_RANK or request.collective.endswith("_init")):
         who = ", ".join(str(names[peer]) for peer in sorted(joined))
         return MismatchError(
             f"rank {rank}: {request.describe()} needs every rank, but rank {who} has joined; do it before a rank can "
-            f"run out of data"
+            f"run out of data [M8]"
         )
     return None
 
@@ -179,7 +179,7 @@ def deadlock(
     ]
     return MismatchError(
         f"rank {rank}: the ranks disagree in what they wait for: every rank waits, and nothing that they wait for is "
-        f"asked for by all; no tensor was touched:\n"
+        f"asked for by all; no tensor was touched [M6]:\n"
         + "\n".join(lines)
         + "\nEvery rank must submit the same operations, by the same names. "
         + (_APART if all(isinstance(key, str) for key in asking) else _UNNAMED)

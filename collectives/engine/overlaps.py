@@ -202,7 +202,7 @@ def _refusal(handle: Handle, own: Extent, other: Span, first: Handle | None) -> 
     return (
         f"{handle.entry.request.describe()}{_place(handle)}: {which}, which it {'writes' if own[2] else 'reads'}, is "
         f"{'written' if other[2] else 'read'} by an operation in flight: {busy}; synchronize that one first, or pass "
-        f"one of the two a copy"
+        f"one of the two a copy [W30]"
     )
 
 

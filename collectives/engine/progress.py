@@ -97,7 +97,7 @@ class Progress:
         if self.driving and self.lock._is_owned():
             raise InvalidArgumentError(
                 "a collective was called within a collective of the same thread, from a signal handler or a "
-                "destructor; let the handler set a flag, and call afterwards"
+                "destructor; let the handler set a flag, and call afterwards [W28]"
             )
 
     def release(self) -> None:
@@ -173,7 +173,7 @@ class Progress:
                 if deadline is not None and not handle.done and time.monotonic() >= deadline:
                     raise CollectiveTimeoutError(
                         f"rank {self._rank}: {handle.name}: not done after {timeout:g} s; it goes on, and "
-                        f"synchronize may be called again"
+                        f"synchronize may be called again [R31]"
                     )
         finally:
             if self.lock._is_owned():  # an interrupt came just before the first time
@@ -353,7 +353,7 @@ class Progress:
         )
         raise CollectiveTimeoutError(
             f"rank {self._rank}: {handle.name}: waited {self._timeout:g} s for {who} but did not come; "
-            f"see what it is doing, or raise {setting_of(self._timeout)}"
+            f"see what it is doing, or raise {setting_of(self._timeout)} [R19]"
         )
 
 

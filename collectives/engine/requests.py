@@ -120,16 +120,18 @@ class HandleFactory:
         """
         total, view = arguments.parts(keywords, self._size, self.host.requests.reproducible), arrays.view(tensor)
         if in_place or out is not None:
-            raise InvalidArgumentError("parts: the result has the shape of one part; use allreduce, without out")
+            raise InvalidArgumentError("parts: the result has the shape of one part; use allreduce, without out [A74]")
         if not isinstance(view, View):
-            raise UnsupportedError("parts: expected a tensor in host memory, got one on a GPU; copy it to the host")
+            raise UnsupportedError(
+                "parts: expected a tensor in host memory, got one on a GPU; copy it to the host [A75]"
+            )
         shares = fixed_tree.shares(total, self._size)
         begin, end = shares[self._rank]
         if view.shape[:1] != (end - begin,):
             raise InvalidArgumentError(
                 f"parts={total}: rank {self._rank} of {self._size} has parts {begin} to {end - 1}, expected a tensor "
                 f"whose first dimension is {end - begin}, got shape {view.shape}; divide the parts as "
-                "numpy.array_split does"
+                "numpy.array_split does [A76]"
             )
         op = arguments.operation(keywords.get("op"), average)
         keywords = {key: value for key, value in keywords.items() if key not in ("op", "stream", "compression")}
@@ -166,7 +168,7 @@ class HandleFactory:
             if sum(counts) != len(ranges):
                 raise MismatchError(
                     f"parts={total}: expected {len(ranges)} values from all ranks, got {sum(counts)}: a rank "
-                    "has joined, and has no parts; give each rank its share"
+                    "has joined, and has no parts; give each rank its share [A77]"
                 )
             found = dict(zip(ranges, arrays.view(gathered).array.reshape(len(ranges), -1), strict=True))
             with reduction.quiet():
@@ -197,7 +199,7 @@ class HandleFactory:
             if back.array.size != view.array.size or isinstance(back, View) is not isinstance(view, View):
                 raise InvalidArgumentError(
                     f"compression: decompress returned {back}, expected {view.array.size} elements where the tensor "
-                    f"is, on the CPU or a GPU"
+                    f"is, on the CPU or a GPU [A47]"
                 )
             if isinstance(view, View):
                 np.copyto(view.array, back.array, casting="unsafe")
@@ -265,7 +267,7 @@ class HandleFactory:
         """The operation that ``make``, a method of this factory, makes of one tensor, for several that are carried out
         together: with the arguments ``further`` behind each tensor, and its own of ``each`` behind these."""
         if not isinstance(tensors, (list, tuple)):
-            raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(tensors).__name__}")
+            raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(tensors).__name__} [A34]")
         shared = _without(keywords, "name")
         if not tensors:  # otherwise the members' requests refuse unknown keywords
             complete(shared, _ACCEPTED.get(make.__name__, CallOptions))

@@ -95,7 +95,7 @@ class StallInspector:
             logger.warning(
                 "one or more tensors wait for ranks that have not submitted them for more than %g s; either those "
                 "ranks do other "
-                "work meanwhile, or they never submit them, and then the program hangs:\n%s",
+                "work meanwhile, or they never submit them, and then the program hangs [R29]:\n%s",
                 self._warning,
                 "\n".join(self._describe(handle, now, missing(handle)) for handle in late),
             )
@@ -105,7 +105,7 @@ class StallInspector:
                 if now - handle.submitted > self._shutdown:
                     raise CollectiveTimeoutError(
                         f"rank {self._rank}: a tensor has waited for more than {self._shutdown:g} s "
-                        f"(COLLECTIVES_STALL_SHUTDOWN):\n" + self._describe(handle, now, missing(handle))
+                        f"(COLLECTIVES_STALL_SHUTDOWN) [R20]:\n" + self._describe(handle, now, missing(handle))
                     )
 
     def _describe(self, handle: Handle, now: float, missing: Sequence[int]) -> str:

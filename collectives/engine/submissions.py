@@ -114,7 +114,7 @@ class Submissions:
         which = f" ({first.entry.request.describe()}{submitted_at(first)})" if first else ""
         raise InvalidArgumentError(
             f"rank {self._rank}: tensor {name!r}: an operation of this name is in flight already{which}; synchronize "
-            f"it first, or give this one another name"
+            f"it first, or give this one another name [W31]"
         )
 
     def collect(self) -> None:

@@ -96,7 +96,7 @@ class Timeline:
             self._file.add(begin, _PATIENCE, at_any_rate=True)
         except OSError as error:
             raise InvalidArgumentError(
-                f"rank {rank}: the timeline {self._path!r} cannot be written: {error.strerror}"
+                f"rank {rank}: the timeline {self._path!r} cannot be written: {error.strerror} [W57]"
             ) from error
         # Named like the engine's own threads, which count as threads that submit nothing.
         name = f"collectives rank {rank}: timeline"
@@ -246,7 +246,7 @@ class Timeline:
                         self._waiting_bytes += sum(map(len, lines))
                         self._due.set()
             except OSError as error:
-                logger.warning("the timeline %r ends here, it cannot be written: %s", self._path, error.strerror)
+                logger.warning("the timeline %r ends here, it cannot be written: %s [W58]", self._path, error.strerror)
                 self._file.close()
                 self._file = None
 

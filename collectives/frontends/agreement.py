@@ -38,5 +38,6 @@ def agree(world: World, label: str, descriptions: Mapping[str, str]) -> None:
     )
     raise MismatchError(
         f"rank {world.ranks[world.rank]}: {label}: {subject} is not the same on every rank: {differences}. "
-        "Nothing was changed. Every rank must pass the same, of the same shapes and dtypes, and name the same root."
+        "Nothing was changed. Every rank must pass the same, of the same shapes and dtypes, and name the same root. "
+        "[M11]"
     )

@@ -78,17 +78,19 @@ class GradientOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.op, Op):
-            raise InvalidTypeError(f"op: expected Average, Sum, Min, Max, Product or Adasum, got {self.op!r}")
+            raise InvalidTypeError(f"op: expected Average, Sum, Min, Max, Product or Adasum, got {self.op!r} [F31]")
         if self.gradient_predivide_factor != 1.0 and self.op is not Op.AVERAGE:
-            raise InvalidArgumentError("gradient_predivide_factor not supported with op != Average")
+            raise InvalidArgumentError("gradient_predivide_factor not supported with op != Average [F32]")
         passes = self.backward_passes_per_step
         if not hasattr(passes, "__index__") or passes < 1:  # NumPy's integers count as well
-            raise InvalidArgumentError(f"backward_passes_per_step: expected an integer of at least 1, got {passes!r}")
+            raise InvalidArgumentError(
+                f"backward_passes_per_step: expected an integer of at least 1, got {passes!r} [F33]"
+            )
         if self.algorithm == REPRODUCIBLE:
             self.check_tree(passes)
         if self.num_groups != 0:
             warnings.warn(
-                "num_groups: use groups instead, which takes a number as well",
+                "num_groups: use groups instead, which takes a number as well [F34]",
                 DeprecationWarning,
                 stacklevel=_frames_of_the_package() + 1,
             )
@@ -110,12 +112,12 @@ class GradientOptions:
         if passes & (passes - 1):
             raise InvalidArgumentError(
                 f"backward_passes_per_step: expected a power of two with algorithm='reproducible', so that each rank's "
-                f"passes are a subtree of those of all ranks, got {passes}"
+                f"passes are a subtree of those of all ranks, got {passes} [A78]"
             )
         if passes > 1 and not self.tree_of_passes:
             raise InvalidArgumentError(
                 "backward_passes_per_step: expected 1 with algorithm='reproducible', because this framework's "
-                "gradients are summed one after the other; torch's are not"
+                "gradients are summed one after the other; torch's are not [A79]"
             )
 
     @property
@@ -145,14 +147,14 @@ class GradientOptions:
             return groups
         if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
             raise InvalidArgumentError(
-                f"groups should be a non-negative integer or a list of list of {kind}, got {groups!r}."
+                f"groups should be a non-negative integer or a list of list of {kind}, got {groups!r}. [F35]"
             )
         try:
             keys = tuple(tuple(map(key, group)) for group in groups)
         except (AttributeError, TypeError):
-            raise InvalidArgumentError(f"groups must consist of {kind}.") from None
+            raise InvalidArgumentError(f"groups must consist of {kind}. [F36]") from None
         if len({each for group in keys for each in group}) < sum(map(len, keys)):
-            raise InvalidArgumentError(f"A {variable} can only appear once in groups.")
+            raise InvalidArgumentError(f"A {variable} can only appear once in groups. [F37]")
         return tuple(map(frozenset, keys))
 
 

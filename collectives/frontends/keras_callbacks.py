@@ -74,7 +74,7 @@ class BroadcastVariables(CallbackMixin):
         """Exclude a variable from the broadcast, so that it keeps its own value on every rank."""
         if not (hasattr(var, "assign") and hasattr(var, "shape")):
             raise InvalidArgumentError(
-                f"local_variables: all local variables must be variables of Keras or TensorFlow, got {var!r}"
+                f"local_variables: all local variables must be variables of Keras or TensorFlow, got {var!r} [F46]"
             )
         self._local.append(var)
 
@@ -158,7 +158,7 @@ def _numbers(name: str, value: Any) -> Any:
     array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
     if array.dtype.kind not in "biuf":
         raise InvalidTypeError(
-            f"metric {name!r}: expected a number, got {value!r}; only numbers can be averaged over the ranks"
+            f"metric {name!r}: expected a number, got {value!r}; only numbers can be averaged over the ranks [F91]"
         )
     return array.astype(np.float64)
 
@@ -190,7 +190,7 @@ class ScheduleLearningRate(CallbackMixin):
         """
         super().__init__()
         if initial_lr is None:
-            raise InvalidArgumentError("Parameter `initial_lr` is required")
+            raise InvalidArgumentError("Parameter `initial_lr` is required [F92]")
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -229,7 +229,7 @@ class ScheduleLearningRate(CallbackMixin):
             return int(params["samples"] // params["batch_size"])
         raise InvalidArgumentError(
             "Could not autodetect the number of steps per epoch. Please specify the steps_per_epoch parameter to the"
-            f" {type(self).__name__}()."
+            f" {type(self).__name__}(). [F93]"
         )
 
     def _learning_rate(self) -> float:
@@ -320,6 +320,6 @@ class KeepBestModel(CallbackMixin):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         if self.filepath is None:
-            raise InvalidArgumentError("BestModelCheckpoint: where to? Set its filepath before training")
+            raise InvalidArgumentError("BestModelCheckpoint: where to? Set its filepath before training [F94]")
         checkpoint: Any = super()
         checkpoint.on_train_begin(logs)

@@ -41,10 +41,10 @@ def local_weights(local_layers: Any, layer_class: type | None = None) -> list[An
             package = "keras" if layer_class is None else layer_class.__module__.partition(".")[0]
             raise InvalidArgumentError(
                 f"local_layers: all local layers must be of {package}.layers.Layer type, "
-                f"got {detection.describe(layer)}"
+                f"got {detection.describe(layer)} [F47]"
             )
         if not getattr(layer, "built", True):
             raise InvalidArgumentError(
-                f"local_layers: {layer!r} has no variables yet; build it, or call the model once, before"
+                f"local_layers: {layer!r} has no variables yet; build it, or call the model once, before [F48]"
             )
     return [weight for layer in layers for weight in layer.trainable_weights]

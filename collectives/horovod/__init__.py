@@ -58,7 +58,7 @@ def hand_over() -> bool:
         sys.path[:] = [entry for entry in sys.path if not _is_ours(Path(entry))]
         message = (
             f"collectives: Horovod is installed ({spec.origin}) and used; for collectives in its place: pip uninstall "
-            f"horovod"
+            f"horovod [F110]"
         )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     return True
@@ -72,7 +72,8 @@ def choose_gradients() -> None:
             message = (
                 "collectives: horovod was imported after init(), so that gradients through allgather, broadcast, "
                 "reducescatter and others "
-                "are not Horovod's; import it first, or set COLLECTIVES_GRADIENTS to horovod or exact on every rank"
+                "are not Horovod's; import it first, or set COLLECTIVES_GRADIENTS to horovod or exact on every rank "
+                "[F111]"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 

@@ -117,7 +117,7 @@ class CollectiveCall:
             return world
         text = (
             f"{self.collective}: this program was compiled for rank {self.rank} of {self.size}, and runs on rank "
-            f"{world.rank} of {world.size}: call jax.clear_caches() after init()"
+            f"{world.rank} of {world.size}: call jax.clear_caches() after init() [F64]"
         )
         if retry.steps() is None:
             raise world.refused(InvalidArgumentError(text), self.name)
@@ -226,7 +226,7 @@ class CollectiveCall:
         raise MismatchError(
             f"rank {world.ranks[world.rank]}: {self.collective}{label}: compiled for {list(expected)} rows from the "
             f"ranks, and {list(came)} came. Shapes are fixed in a compiled program: say what every rank sends (rows=), "
-            "the same on all ranks, or call it outside jit"
+            "the same on all ranks, or call it outside jit [M4]"
         )
 
 

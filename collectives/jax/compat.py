@@ -229,7 +229,7 @@ def _on_one_device(ctx: Any, results: Sequence[Any]) -> dict[str, Any]:
             f"collectives.jax: a collective inside of pmap or shard_map over {several} devices: every one of them "
             "would call it, and a rank calls once. Combine the devices' parts inside (jax.lax.pmean), and call it "
             "outside: on one device's part (y[0] of pmap's result y), or within jax.jit on the whole result; or start "
-            "a rank for each device"
+            "a rank for each device [F65]"
         )
     if (
         sharding_of is None
@@ -238,7 +238,7 @@ def _on_one_device(ctx: Any, results: Sequence[Any]) -> dict[str, Any]:
         raise InvalidArgumentError(
             f"collectives.jax: a collective in a program for {several} devices, for which this version of JAX is too "
             "old: call it outside jit, on arrays that lie on one device or are replicated, or start a rank for each "
-            "device"
+            "device [F66]"
         )
     return {"sharding": sharding_of(ctx.module_context.axis_context, None, results)}
 

@@ -53,7 +53,7 @@ def begin(
         arguments.check_name(name)
         if not ordered and name is None:
             raise InvalidArgumentError(
-                "name: expected one with ordered=False, by which the ranks' calls are matched; got None"
+                "name: expected one with ordered=False, by which the ranks' calls are matched; got None [F67]"
             )
     number = process_set if isinstance(process_set, int) else process_set.process_set_id
     assert number is not None
@@ -91,7 +91,7 @@ def run_allreduce(call: CollectiveCall, tensors: list[Any]) -> list[Any]:
 def require_eager(function: str) -> None:
     """Raise an `InvalidArgumentError` while JAX traces."""
     if compat.tracing():
-        raise InvalidArgumentError(f"{function}: it cannot be part of a compiled program; call it outside jit")
+        raise InvalidArgumentError(f"{function}: it cannot be part of a compiled program; call it outside jit [F68]")
 
 
 # ---- arguments
@@ -101,7 +101,7 @@ def as_list(tensors: Any, process_set: ProcessSet, name: str | None) -> list[Any
     """Return the tensors of a grouped operation, a list or a tuple, as a list."""
     if isinstance(tensors, (list, tuple)):
         return list(tensors)
-    error = InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(tensors).__name__}")
+    error = InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(tensors).__name__} [A35]")
     raise world_of(process_set).refused(error, name)
 
 
@@ -117,7 +117,7 @@ def check_has_rows(collective: str, tensors: Sequence[Any]) -> None:
     """Raise an `UnsupportedError` if a tensor has no dimension."""
     if any(not tensor.shape for tensor in tensors):
         raise UnsupportedError(
-            f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)"
+            f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,) [A29]"
         )
 
 
@@ -126,7 +126,7 @@ def rows_of_ranks(argument: str, rows: Any, world: World) -> tuple[int, ...]:
     counts = np.asarray(rows)
     if counts.shape != (world.size,) or counts.dtype.kind not in "iu" or counts.min() < 0:
         raise InvalidArgumentError(
-            f"{argument}: expected {world.size} numbers of rows, one for each rank, got {rows!r}"
+            f"{argument}: expected {world.size} numbers of rows, one for each rank, got {rows!r} [F69]"
         )
     return tuple(counts.tolist())
 

@@ -31,7 +31,7 @@ def number() -> int:
             "install a JAX that has jax.make_user_context" if _number is None else "import collectives.jax before run()"
         )
         raise InvalidArgumentError(
-            f"collectives.local_world: JAX would use one program for all ranks: {remedy}, or call this outside jit"
+            f"collectives.local_world: JAX would use one program for all ranks: {remedy}, or call this outside jit [W8]"
         )
     return own
 

@@ -184,7 +184,7 @@ def reducescatter(
     with world.refusing(name):
         call = reducing(call, arguments.operation(op, None), prescale_factor, postscale_factor)
         if call.op == Op.ADASUM.value:
-            raise UnsupportedError("op=Adasum: reducescatter has no Adasum; allreduce has")
+            raise UnsupportedError("op=Adasum: reducescatter has no Adasum; allreduce has [A13]")
         leaves, rebuild, grouped = pytrees.leaves(tensor)
         leaves, restore = compressed(compression, leaves)
         check_has_rows("reducescatter", leaves)
@@ -251,7 +251,7 @@ def allgather(
         for leaf in leaves:
             if expected is not None and leaf.shape[0] != expected[world.rank]:
                 raise InvalidArgumentError(
-                    f"rows: expected this rank's {leaf.shape[0]} rows in place {world.rank}, got {list(expected)}"
+                    f"rows: expected this rank's {leaf.shape[0]} rows in place {world.rank}, got {list(expected)} [M5]"
                 )
     all_rows = None
     if rows is not None or is_staged(leaves):
@@ -370,20 +370,21 @@ def alltoall(
         if splits is not None and isinstance(splits, Tracer):
             raise InvalidTypeError(
                 "splits: expected integers that are known while tracing, got a traced array; pass a list or a NumPy "
-                "array"
+                "array [A26]"
             )
         counts = None if splits is None else np.asarray(splits)
         sent = [arguments.splits(counts, leaf.shape[0], world.size) for leaf in leaves]
         if len(set(sent)) > 1:
             raise InvalidArgumentError(
-                f"tensor: expected as many rows in every leaf, got {[sum(each) for each in sent]}; call it for each"
+                f"tensor: expected as many rows in every leaf, got {[sum(each) for each in sent]}; call it for each "
+                "[F70]"
             )
         received = None if rows is None else rows_of_ranks("rows", rows, world)
         if received is None and is_staged(leaves):
             if splits is not None:
                 raise InvalidArgumentError(
                     "rows: expected how many rows each rank sends here, got None; inside jit, grad and vmap shapes "
-                    "must be known beforehand"
+                    "must be known beforehand [F71]"
                 )
             received = sent[0] if sent else ()
     if not leaves:

@@ -161,7 +161,7 @@ def DistributedOptimizer(
     """
     wrapped: Any = optimizer
     if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
-        raise InvalidTypeError(f"optimizer: expected an Optax optimizer, with init and update, got {optimizer!r}")
+        raise InvalidTypeError(f"optimizer: expected an Optax optimizer, with init and update, got {optimizer!r} [F1]")
     GradientOptions(backward_passes_per_step=backward_passes_per_step)  # raises if that is not a number of passes
     combined = distributed_gradients(op, compression, gradient_predivide_factor, process_set, name, **options)
     ordered = options.get("ordered", True)
@@ -198,11 +198,11 @@ def _check_losses(extra: dict[str, Any], op: Op, passes: int) -> None:
     if op is not Op.AVERAGE:
         raise InvalidArgumentError(
             f"{', '.join(named)}: expected op=Average, got op={op!r}; else put distributed_gradients(op=...) into "
-            "optax.chain before the optimizer, and give the update what is alike on all ranks"
+            "optax.chain before the optimizer, and give the update what is alike on all ranks [F40]"
         )
     if passes > 1 and named != ["value"]:
         raise InvalidArgumentError(
-            f"{', '.join(named)}: expected backward_passes_per_step=1, got {passes}: a line search has one batch"
+            f"{', '.join(named)}: expected backward_passes_per_step=1, got {passes}: a line search has one batch [F41]"
         )
 
 

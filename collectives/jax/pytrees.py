@@ -54,11 +54,11 @@ def leaves(tree: Any, argument: str = "tensor") -> tuple[list[Any], Rebuild, boo
 def check_whole(array: jax.Array, advice: str = "") -> None:
     """Check that a JAX array has all of its elements on one device; ``advice`` ends the message if it is sharded."""
     if array.is_deleted():
-        raise InvalidArgumentError("this array was deleted, or donated to a compiled function")
+        raise InvalidArgumentError("this array was deleted, or donated to a compiled function [T49]")
     if not array.is_fully_replicated:
         raise InvalidTypeError(
             f"expected an array on one device, or replicated over several, got one that is sharded over "
-            f"{len(array.sharding.device_set)} ({array.sharding}){advice}"
+            f"{len(array.sharding.device_set)} ({array.sharding}){advice} [T50]"
         )
 
 
@@ -69,12 +69,12 @@ def _array(leaf: Any) -> Any:
         try:
             leaf = jnp.asarray(leaf)
         except (TypeError, OverflowError) as error:
-            raise InvalidTypeError(f"JAX cannot hold it: {error}") from None
+            raise InvalidTypeError(f"JAX cannot hold it: {error} [T1]") from None
     elif not isinstance(leaf, Tracer):
         check_whole(leaf, _ADVICE)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise InvalidTypeError(
-            "random keys are no numbers; pass jax.random.key_data(key), and jax.random.wrap_key_data the result"
+            "random keys are no numbers; pass jax.random.key_data(key), and jax.random.wrap_key_data the result [T19]"
         )
     dtypes.name(leaf.dtype)
     return leaf
@@ -86,11 +86,11 @@ def _from_dlpack(leaf: Any) -> Any:
     if not hasattr(leaf, "__dlpack__"):
         raise InvalidTypeError(
             "expected a jax.Array, a NumPy array, a number or a tensor with DLPack, got "
-            f"{detection.describe(leaf)}; leave it out of the tree"
+            f"{detection.describe(leaf)}; leave it out of the tree [T2]"
         )
     if str(getattr(leaf, "device", "")) == "meta":
         raise InvalidTypeError(
-            f"expected a tensor with elements, got a {detection.describe(leaf)} {detection.NO_ELEMENTS}"
+            f"expected a tensor with elements, got a {detection.describe(leaf)} {detection.NO_ELEMENTS} [T38]"
         )
     leaf = leaf.detach() if getattr(leaf, "requires_grad", False) else leaf
     try:
@@ -98,4 +98,4 @@ def _from_dlpack(leaf: Any) -> Any:
     except Exception as error:
         with contextlib.suppress(Exception):  # JAX refuses strided and read-only memory, of which NumPy makes a copy
             return jnp.array(np.from_dlpack(leaf))
-        raise InvalidTypeError(f"{detection.describe(leaf)} cannot be read through DLPack: {error}") from None
+        raise InvalidTypeError(f"{detection.describe(leaf)} cannot be read through DLPack: {error} [T3]") from None

@@ -139,7 +139,7 @@ def _plain(name: str, leaf: Any) -> np.ndarray[Any, Any]:
     if not isinstance(leaf, jax.Array):
         if not isinstance(leaf, pytrees.NUMBERS):
             raise InvalidTypeError(
-                f"{name}: expected an array or a number, got {detection.describe(leaf)}; leave it out of the tree"
+                f"{name}: expected an array or a number, got {detection.describe(leaf)}; leave it out of the tree [F49]"
             )
         return np.asarray(jnp.asarray(leaf))
     try:

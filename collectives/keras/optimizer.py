@@ -50,7 +50,7 @@ def _adapter_of_keras_2(optimizer: Any) -> Any:
     if not keras_version.LEGACY:
         raise InvalidTypeError(
             "optimizer: expected one of Keras 3 (import keras), got one of tf_keras; for that set "
-            "TF_USE_LEGACY_KERAS=1 in the environment"
+            "TF_USE_LEGACY_KERAS=1 in the environment [F3]"
         )
     from collectives.tensorflow.keras import legacy
 
@@ -173,7 +173,7 @@ def load_model(
     if legacy_opts:
         raise InvalidArgumentError(
             "legacy_opts: Keras 3 has no legacy optimizers; set TF_USE_LEGACY_KERAS=1, and import "
-            "collectives.tensorflow.keras"
+            "collectives.tensorflow.keras [F4]"
         )
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.saving.load_model(filepath, custom_objects=objects)
@@ -189,13 +189,15 @@ def load_model(
 def _wrapped(optimizer: Any, options: GradientOptions) -> Any:
     if isinstance(optimizer, DistributedMixin):
         raise InvalidArgumentError(
-            "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already"
+            "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already [F5]"
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise InvalidTypeError(f"optimizer: expected a keras.optimizers.Optimizer, got {detection.describe(optimizer)}")
+        raise InvalidTypeError(
+            f"optimizer: expected a keras.optimizers.Optimizer, got {detection.describe(optimizer)} [F6]"
+        )
     if isinstance(getattr(optimizer, "inner_optimizer", None), DistributedMixin):
         raise InvalidArgumentError(
-            "optimizer: its inner optimizer is a DistributedOptimizer already; wrap one of the two"
+            "optimizer: its inner optimizer is a DistributedOptimizer already; wrap one of the two [F7]"
         )
     options = replace(options, name=options.name or f"Distributed{type(optimizer).__name__}")
     reducer = gradient_reducer(options, keras.backend.backend())
@@ -204,7 +206,7 @@ def _wrapped(optimizer: Any, options: GradientOptions) -> Any:
         raise InvalidArgumentError(
             "backward_passes_per_step: the optimizer accumulates gradients by itself (gradient_accumulation_steps); "
             "give one of the two. backward_passes_per_step communicates once in all these passes, "
-            "gradient_accumulation_steps in each of them"
+            "gradient_accumulation_steps in each of them [F42]"
         )
     if options.process_set.included():
         world_of(options.process_set)  # raises before init()

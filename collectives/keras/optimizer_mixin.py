@@ -137,7 +137,7 @@ class DistributedMixin:
         if state.summed not in (None, [id(variable) for variable in variables]):
             raise InvalidArgumentError(
                 "backward_passes_per_step: expected the variables of the first backward pass, got others; make an "
-                "optimizer for each list"
+                "optimizer for each list [F17]"
             )
         state.summed = [id(variable) for variable in variables]
         places = {id(variable): at for at, variable in enumerate(state.variables)}

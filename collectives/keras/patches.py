@@ -59,7 +59,8 @@ def _without_xla(compile_: Any) -> Any:
                 raise InvalidArgumentError(
                     "compile(jit_compile=True): XLA compiles the whole training step, and what it has compiled "
                     "cannot communicate; with a"
-                    " DistributedOptimizer on the TensorFlow backend say compile(jit_compile=False), or leave it out"
+                    " DistributedOptimizer on the TensorFlow backend say compile(jit_compile=False), or leave it out "
+                    "[F72]"
                 )
             bound.arguments["jit_compile"] = False
         return compile_(*bound.args, **bound.kwargs)

@@ -105,7 +105,7 @@ def broadcast_global_variables(root_rank: int) -> None:
     raise InvalidArgumentError(
         f"broadcast_global_variables({root_rank}): Keras 3 keeps no list of all variables; use"
         f" BroadcastGlobalVariablesCallback({root_rank}) with fit, or broadcast_variables(model.variables, "
-        f"root_rank={root_rank})"
+        f"root_rank={root_rank}) [F73]"
     )
 
 
@@ -137,7 +137,7 @@ def _array(value: Any, name: str | None) -> Any:
     try:
         return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value))
     except (TypeError, ValueError) as error:
-        text = f"value: expected a number, an array or a tensor, got {detection.describe(value)}: {error}"
+        text = f"value: expected a number, an array or a tensor, got {detection.describe(value)}: {error} [T4]"
         raise world().refused(InvalidTypeError(text), name) from None
 
 

@@ -61,7 +61,7 @@ def main() -> int:
     try:
         os.chdir(task["folder"])
     except OSError as error:
-        os.write(2, f"there is no folder {task['folder']!r}: {error.strerror}\n".encode())
+        os.write(2, f"there is no folder {task['folder']!r}: {error.strerror} [L55]\n".encode())
         return 1
     adopt_orphans()
     ranks = _Ranks(task)
@@ -222,7 +222,7 @@ class _Ranks:
             if _child_is_stopped(pid):
                 self._stopped[rank] = self._stopped.get(rank, 0.0) + ALIVE_EVERY
                 if self._stopped[rank] > self._most_stopped:
-                    os.write(2, f"rank {rank} is killed: it was stopped for {self._most_stopped:g} s\n".encode())
+                    os.write(2, f"rank {rank} is killed: it was stopped for {self._most_stopped:g} s [L2]\n".encode())
                     self.obey("kill", rank)
             else:
                 self._stopped.pop(rank, None)
@@ -258,7 +258,7 @@ def _start(command: list[str], environment: Mapping[str, str], stdin: int, dying
         if os.getppid() == parent:
             os.execve(command[0], command, environment)
     except OSError as error:
-        os.write(2, f"cannot run {command[0]!r}: {error.strerror}\n".encode())
+        os.write(2, f"cannot run {command[0]!r}: {error.strerror} [L56]\n".encode())
     finally:
         os._exit(127)
 

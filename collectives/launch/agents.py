@@ -224,9 +224,11 @@ class Agents(Ranks):
             if not one.done and not self._ending:
                 self._lose(one, self._reason(one))
         elif not one.ready and now > one.start_by:
-            self._lose(one, f"cannot start {one.place}: no answer within {self.remote.timeout:g} s (--start-timeout)")
+            self._lose(
+                one, f"cannot start {one.place}: no answer within {self.remote.timeout:g} s (--start-timeout) [L62]"
+            )
         elif self._sent and one.ready and one.place.host and now - one.heard > self._patience():
-            self._lose(one, f"lost {one.place}: no sign of life for {now - one.heard:.0f} s")
+            self._lose(one, f"lost {one.place}: no sign of life for {now - one.heard:.0f} s [L63]")
 
     def _patience(self) -> float:
         """Return the seconds for which a host may be silent: few once ranks have failed, because of it perhaps."""
@@ -236,11 +238,11 @@ class Agents(Ranks):
         code = one.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if not one.place.host:
-            return f"lost {one.place}: the process that watches them {how}"
+            return f"lost {one.place}: the process that watches them {how} [L64]"
         if one.ready:
-            return f"lost {one.place}: the connection by {self.remote.starter(one.place.host)} {how}"
+            return f"lost {one.place}: the connection by {self.remote.starter(one.place.host)} {how} [L65]"
         starter, advice = self.remote.starter(one.place.host), self.remote.advice(one.place.host, code)
-        return f"cannot start {one.place}: {starter} {how}; {advice}"
+        return f"cannot start {one.place}: {starter} {how}; {advice} [L66]"
 
     def _lose(self, one: HostAgent, reason: str) -> None:
         words = self._output.take_words(one.words.fileno())

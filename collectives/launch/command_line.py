@@ -49,7 +49,7 @@ _ONE_OF = (
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"{message} [L26]")
 
 
 def _type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -183,7 +183,7 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
         nargs = actions[name].nargs
         if nargs is None and not equals:
             if position + 1 == len(arguments):
-                raise InvalidArgumentError(f"{name}: expected a value after it")
+                raise InvalidArgumentError(f"{name}: expected a value after it [L27]")
             # In one word, because the value may begin with "-".
             own.append(f"{name}={arguments[position + 1]}")
             position += 1
@@ -211,7 +211,7 @@ def _in_full(argument: str, actions: Mapping[str, argparse.Action]) -> tuple[str
         full_name = alike[0]
     elif alike:
         raise InvalidArgumentError(
-            f"{name}: expected an option, got the beginning of several: {', '.join(sorted(alike))}"
+            f"{name}: expected an option, got the beginning of several: {', '.join(sorted(alike))} [L28]"
         )
     elif attached:
         full_name = max(attached, key=len)
@@ -219,7 +219,7 @@ def _in_full(argument: str, actions: Mapping[str, argparse.Action]) -> tuple[str
     else:
         near = difflib.get_close_matches(name, actions, 1)
         meant = f"did you mean {near[0]!r}? See" if near else "see"
-        raise InvalidArgumentError(f"unknown option {name!r}; {meant} collectivesrun --help")
+        raise InvalidArgumentError(f"unknown option {name!r}; {meant} collectivesrun --help [L29]")
     return full_name, equals, value
 
 
@@ -230,7 +230,7 @@ def check_together(flags: Sequence[str]) -> None:
     for group in (*_ONE_OF, *pairs):
         both = [flag for flag in distinct if flag in group]
         if len(both) > 1:
-            raise InvalidArgumentError(f"{both[0]} and {both[1]} contradict each other: expected one of them")
+            raise InvalidArgumentError(f"{both[0]} and {both[1]} contradict each other: expected one of them [L30]")
 
 
 class _Ignore(argparse.Action):
@@ -248,7 +248,7 @@ class _Ignore(argparse.Action):
         except ValueError as error:
             raise argparse.ArgumentError(self, str(error)) from None
         namespace.variables = {**namespace.variables, **variables}
-        namespace.ignored = [*namespace.ignored, f"{option_string} has no effect: {row.why}"]
+        namespace.ignored = [*namespace.ignored, f"{option_string} has no effect: {row.why} [L31]"]
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

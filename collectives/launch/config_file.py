@@ -73,7 +73,7 @@ def read(path: str) -> ConfigFile:
                 settings.launcher = parsed(lambda word: _LAUNCHERS[word.lower()], text, "mpi or gloo")
             else:
                 settings.variables.update(_IGNORED[key].variables(key, text))
-                settings.ignored.append(f"{place} has no effect: {_IGNORED[key].why}")
+                settings.ignored.append(f"{place} has no effect: {_IGNORED[key].why} [L46]")
         except ValueError as error:
             raise InvalidArgumentError(f"{place}: {error}") from None
     return settings
@@ -87,24 +87,24 @@ def _entries(path: str, unknown: list[str]) -> Iterator[tuple[str, str, str]]:
         return
     if not isinstance(root, yaml.MappingNode):
         raise InvalidArgumentError(
-            f"{path}:{root.start_mark.line + 1}: expected sections such as 'params:', got {_shown(root)}"
+            f"{path}:{root.start_mark.line + 1}: expected sections such as 'params:', got {_shown(root)} [L47]"
         )
     seen: set[str] = set()
     for line, key, node in _leaves(root, yaml.MappingNode):
         place = f"{path}:{line}: {key}"
         section = key.partition(".")[0]
         if key in seen:
-            raise InvalidArgumentError(f"{place}: is there twice")
+            raise InvalidArgumentError(f"{place}: is there twice [L48]")
         seen.add(key)
         if key in _SECTIONS and node.tag != _NULL:
             raise InvalidArgumentError(
-                f"{place}: expected a section with {', '.join(_SECTIONS[key])}, got {_shown(node)}"
+                f"{place}: expected a section with {', '.join(_SECTIONS[key])}, got {_shown(node)} [L49]"
             )
         if key not in _KNOWN and key not in _SECTIONS:
             expected = f"{section} has {', '.join(_SECTIONS[section])}" if section in _SECTIONS else _THERE_ARE
-            unknown.append(f"{place} has no effect: unknown key; {expected}")
+            unknown.append(f"{place} has no effect: unknown key; {expected} [L50]")
         elif not isinstance(node, yaml.ScalarNode):
-            raise InvalidArgumentError(f"{place}: expected a single value, got {_shown(node)}")
+            raise InvalidArgumentError(f"{place}: expected a single value, got {_shown(node)} [L51]")
         elif node.tag != _NULL:
             yield place, key, node.value
 
@@ -114,10 +114,12 @@ def _root(yaml: Any, path: str) -> Any:
         return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(
-            f"--config-file: cannot read {path!r}: {getattr(error, 'strerror', None) or error}"
+            f"--config-file: cannot read {path!r}: {getattr(error, 'strerror', None) or error} [L52]"
         ) from None
     except yaml.YAMLError as error:
-        raise InvalidArgumentError(f"--config-file: {path!r} is no YAML: {' '.join(str(error).split())}") from None
+        raise InvalidArgumentError(
+            f"--config-file: {path!r} is no YAML: {' '.join(str(error).split())} [L53]"
+        ) from None
 
 
 def _leaves(node: Any, mapping: type, prefix: str = "") -> Iterator[tuple[int, str, Any]]:
@@ -138,4 +140,4 @@ def _yaml() -> Any:
     try:
         return importlib.import_module("yaml")
     except ImportError:
-        raise MissingDependencyError('--config-file needs PyYAML: pip install "pyyaml>=6.0"') from None
+        raise MissingDependencyError('--config-file needs PyYAML: pip install "pyyaml>=6.0" [L54]') from None

@@ -67,7 +67,9 @@ class ElasticAgents(Agents):
         try:
             self._event_files = [open(path, "a", buffering=1, encoding="utf-8") for path in event_files]  # noqa: SIM115
         except OSError as error:
-            raise InvalidArgumentError(f"--elastic-events: cannot write {error.filename!r}: {error.strerror}") from None
+            raise InvalidArgumentError(
+                f"--elastic-events: cannot write {error.filename!r}: {error.strerror} [E38]"
+            ) from None
         self._ended_at, self._ended_time = float("inf"), 0.0
         self._sent = True  # each agent gets its task as it starts
 
@@ -155,9 +157,9 @@ class ElasticAgents(Agents):
             self._has_hosts = True
             self._carry_out(self._driver.discovered(found, now))
         elif self._has_hosts:
-            self._carry_out([Event("discovery", f"--host-discovery-script: {found}; the hosts stay as they were")])
+            self._carry_out([Event("discovery", f"--host-discovery-script: {found}; the hosts stay as they were [E2]")])
         else:
-            self._carry_out(self._driver.give_up(f"--host-discovery-script: {found}", now))
+            self._carry_out(self._driver.give_up(f"--host-discovery-script: {found} [E3]", now))
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:

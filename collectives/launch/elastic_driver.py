@@ -228,7 +228,7 @@ class Driver:
                     self._blacklist(host, f"member {member.number} has failed there", now)
             elif newcomer and self.hosts.died_early(host):
                 self.hosts.close(host)
-                text = f"host {host} gets no more members: several in a row have died there before they were ready"
+                text = f"host {host} gets no more members: several in a row have died there before they were ready [E4]"
                 self._event("closed", text, host=host)
 
     def _bury(self, member: Member, code: int, how: str, now: float) -> None:
@@ -386,9 +386,11 @@ class Driver:
             lacking += f" ({numbered(new)} on the way)" if new else f" ({self.hosts.NO_ROOM})"
         places = len(list(self.hosts.places(now)))
         if self.rules.fixed and self.rules.cooldown is None and places < self.rules.smallest:
-            self._give_up(f"the hosts that are left take {ranks_in_words(places)}, --min-np is {self.rules.smallest}")
+            self._give_up(
+                f"the hosts that are left take {ranks_in_words(places)}, --min-np is {self.rules.smallest} [E5]"
+            )
         elif seconds >= bound:
-            self._give_up(f"waited {seconds:.0f} s for {lacking} ({self.hosts.TIMEOUT})")
+            self._give_up(f"waited {seconds:.0f} s for {lacking} ({self.hosts.TIMEOUT}) [E6]")
         elif now - self._said_waiting >= WAITING_EVERY:
             self._said_waiting = now
             self._event("waiting", f"waiting since {seconds:.0f} s for {lacking}", seconds=seconds)
@@ -396,7 +398,9 @@ class Driver:
     def _publish(self, members: Sequence[Member], now: float) -> None:
         limit = self.rules.reset_limit
         if limit is not None and self.generation > limit:
-            self._give_up(f"Horovod was shutdown because number of resets during elastic job exceeded limit: {limit}")
+            self._give_up(
+                f"Horovod was shutdown because number of resets during elastic job exceeded limit: {limit} [E7]"
+            )
             return
         if self.generation:
             for member in members:
@@ -475,7 +479,7 @@ class Driver:
             if not ranks:
                 self._finish(End(self._code(0)))
         elif self.generation and not ranks:
-            text = "all ranks have ended, and the state with them" if self._recovers else ""
+            text = "all ranks have ended, and the state with them [E8]" if self._recovers else ""
             self._finish(End(self._code(int(self._recovers)), text))
         elif self.unused and not self.members and self._closed:
             self._finish(End(0))

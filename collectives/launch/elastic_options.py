@@ -57,17 +57,21 @@ def wanted(options: argparse.Namespace) -> bool:
     if options.host_discovery_script is None and options.min_np is None:
         lone = next((flag for name, flag in _NEEDS.items() if getattr(options, name) is not None), None)
         if lone is not None:
-            raise InvalidArgumentError(f"{lone}: only elastic jobs have it; see --min-np and --host-discovery-script")
+            raise InvalidArgumentError(
+                f"{lone}: only elastic jobs have it; see --min-np and --host-discovery-script [L32]"
+            )
         return False
     if options.launcher == "mpi":
         raise InvalidArgumentError(
             "--launcher mpi: MPI ends all ranks when one fails, and starts no further ones; elastic jobs need "
-            "--launcher ssh"
+            "--launcher ssh [L72]"
         )
     if options.host_discovery_script is not None and (options.hosts or options.hostfile):
-        raise InvalidArgumentError("--host-discovery-script: expected it or --hosts or --hostfile, got two of them")
+        raise InvalidArgumentError(
+            "--host-discovery-script: expected it or --hosts or --hostfile, got two of them [L33]"
+        )
     if options.slots_per_host is not None and options.host_discovery_script is None:
-        raise InvalidArgumentError("--slots-per-host: only for --host-discovery-script; write --hosts host:N,...")
+        raise InvalidArgumentError("--slots-per-host: only for --host-discovery-script; write --hosts host:N,... [L34]")
     smallest, largest = _sizes(options)
     for flag, text, holds in (
         ("--min-np", f"at most -np {options.ranks}", options.ranks is None or smallest <= options.ranks),
@@ -75,12 +79,12 @@ def wanted(options: argparse.Namespace) -> bool:
         ("--max-np", f"at least --min-np {smallest}", largest is None or largest >= smallest),
     ):
         if not holds:
-            raise InvalidArgumentError(f"{flag}: expected {text}, got {smallest if 'min' in flag else largest}")
+            raise InvalidArgumentError(f"{flag}: expected {text}, got {smallest if 'min' in flag else largest} [L35]")
     cooldown = options.blacklist_cooldown_range
     if cooldown is not None and not 1 <= cooldown[0] <= cooldown[1] <= 3600:
         raise InvalidArgumentError(
             f"--blacklist-cooldown-range: expected two numbers of seconds from 1 to 3600, the smaller first, got "
-            f"{cooldown[0]:g} {cooldown[1]:g}"
+            f"{cooldown[0]:g} {cooldown[1]:g} [L36]"
         )
     return True
 
@@ -101,7 +105,7 @@ def rules(options: argparse.Namespace, hosts: Sequence[Host], environment: Mappi
             try:
                 timeout = float(text)
             except ValueError:
-                raise InvalidArgumentError(f"{name}: expected a number of seconds, got {text!r}") from None
+                raise InvalidArgumentError(f"{name}: expected a number of seconds, got {text!r} [L37]") from None
     return Rules(
         smallest=smallest,
         largest=largest,

@@ -127,7 +127,7 @@ def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
     if not _one_call.acquire(timeout=_FREE_WITHIN):
         raise CollectiveTimeoutError(
             f"process {os.getpid()} on {socket.gethostname()} is still rank {os.environ.get('COLLECTIVES_RANK')} of an "
-            f"earlier call, whose function has not returned for {_FREE_WITHIN:g} s: start the process anew"
+            f"earlier call, whose function has not returned for {_FREE_WITHIN:g} s: start the process anew [L79]"
         )
     global _rank_thread
     try:
@@ -203,5 +203,5 @@ def results(outcomes: Sequence[Outcome], what: str) -> list[Any]:
     if first is not None:
         *traceback_lines, reason = first.text.strip().split("\n")
         shown = f"\n{first.text}" if traceback_lines else ""
-        raise RankFailedError(f"{what}: rank {first.rank} on {first.host} failed: {reason}{shown}")
+        raise RankFailedError(f"{what}: rank {first.rank} on {first.host} failed: {reason} [L7]{shown}")
     return [outcome.returned for outcome in outcomes]

@@ -38,7 +38,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         match = _HOST.fullmatch(entry.strip())
         if match is None:
             raise InvalidArgumentError(
-                f"-H/--hosts: expected host:ranks,host:ranks,... such as host1:4,host2:4, got {entry!r} in {text!r}"
+                f"-H/--hosts: expected host:ranks,host:ranks,... such as host1:4,host2:4, got {entry!r} in {text!r} "
+                "[L41]"
             )
         hosts.append(Host(match["name"], int(match["slots"] or 1)))
     return _distinct(hosts, "-H/--hosts")
@@ -53,11 +54,11 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(
-            f"--hostfile: cannot read {path!r}: {getattr(error, 'strerror', None) or error}"
+            f"--hostfile: cannot read {path!r}: {getattr(error, 'strerror', None) or error} [L42]"
         ) from None
     hosts = parse_lines(lines, f"--hostfile: {path}")
     if not hosts:
-        raise InvalidArgumentError(f"--hostfile: {path!r} names no host")
+        raise InvalidArgumentError(f"--hostfile: {path!r} names no host [L43]")
     return hosts
 
 
@@ -70,7 +71,7 @@ def parse_lines(lines: Sequence[str], source: str, slots: int = 1) -> tuple[Host
             continue
         match = _LINE.fullmatch(entry)
         if match is None:
-            raise InvalidArgumentError(f"{source}:{number}: expected 'host slots=4' or 'host:4', got {entry!r}")
+            raise InvalidArgumentError(f"{source}:{number}: expected 'host slots=4' or 'host:4', got {entry!r} [L44]")
         hosts.append(Host(match["name"], int(match["named"] or match["slots"] or slots)))
     return _distinct(hosts, source)
 
@@ -99,7 +100,7 @@ def _distinct(hosts: Sequence[Host], source: str) -> tuple[Host, ...]:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InvalidArgumentError(
-            f"{source}: expected each host once, got {twice!r} {names.count(twice)} times; write {twice}:N"
+            f"{source}: expected each host once, got {twice!r} {names.count(twice)} times; write {twice}:N [L45]"
         )
     return tuple(hosts)
 

@@ -228,7 +228,9 @@ def write(
     try:
         Path(options.kubernetes).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InvalidArgumentError(f"--kubernetes: cannot write {options.kubernetes!r}: {error.strerror}") from None
+        raise InvalidArgumentError(
+            f"--kubernetes: cannot write {options.kubernetes!r}: {error.strerror} [L81]"
+        ) from None
     print(
         f"collectivesrun: {options.kubernetes} has {_size(pods)}: its first lines say how to start it", file=sys.stderr
     )
@@ -241,16 +243,19 @@ def _pods(
     if elastic_options.wanted(of_pods) or of_pods.hosts or of_pods.hostfile or of_pods.node or of_pods.launcher:
         raise InvalidArgumentError(
             "--kubernetes: the pods are the hosts: expected none of --hosts, --hostfile, --host-discovery-script, "
-            "--node and --launcher"
+            "--node and --launcher [L82]"
         )
     is_elastic = options.kubernetes_kind == "elastic"
     for holds, message in (
-        (program, "no program given: collectivesrun --kubernetes job.yaml --image IMAGE -np N python train.py"),
-        (options.ranks, "-np is missing: expected the number of ranks, such as -np 8"),
-        (options.image, "--image is missing: expected the container image with the program, such as registry/train:1"),
+        (program, "no program given: collectivesrun --kubernetes job.yaml --image IMAGE -np N python train.py [L83]"),
+        (options.ranks, "-np is missing: expected the number of ranks, such as -np 8 [L84]"),
+        (
+            options.image,
+            "--image is missing: expected the container image with the program, such as registry/train:1 [L85]",
+        ),
         (
             is_elastic or not (options.min_np or options.max_np),
-            "--min-np, --max-np: expected --kubernetes-kind elastic",
+            "--min-np, --max-np: expected --kubernetes-kind elastic [L86]",
         ),
     ):
         if not holds:
@@ -258,7 +263,7 @@ def _pods(
     count = -(-options.ranks // (options.slots_per_host or options.gpus_per_pod or 1))
     if is_elastic and count < 2:
         raise InvalidArgumentError(
-            f"--kubernetes-kind elastic: expected 2 pods or more, got -np {options.ranks} in one"
+            f"--kubernetes-kind elastic: expected 2 pods or more, got -np {options.ranks} in one [L87]"
         )
     sizes = {"COLLECTIVES_MIN_SIZE": options.min_np, "COLLECTIVES_MAX_SIZE": options.max_np}
     return Pods(
@@ -281,7 +286,7 @@ def _name(given: str | None, file: str) -> str:
     if not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > _MOST_LETTERS:
         raise InvalidArgumentError(
             f"--job-name: expected lower-case letters, digits and '-', a letter first, {_MOST_LETTERS} at most, got "
-            f"{name!r}"
+            f"{name!r} [L88]"
         )
     return name
 
@@ -290,7 +295,7 @@ def _namespace(given: str | None) -> str:
     if given is not None and not re.fullmatch("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", given):
         raise InvalidArgumentError(
             f"--namespace: expected lower-case letters, digits and '-', which it neither begins nor ends with, 63 at "
-            f"most, got {given!r}"
+            f"most, got {given!r} [L89]"
         )
     return given or ""
 

@@ -97,14 +97,14 @@ def identify(path: str) -> Launcher:
             env=with_tools(path, os.environ),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InvalidArgumentError(f"{path} --version: {error}; or start the ranks with --launcher ssh") from None
+        raise InvalidArgumentError(f"{path} --version: {error}; or start the ranks with --launcher ssh [L73]") from None
     implementation = recognise(shown.stdout + shown.stderr)
     if implementation is None:
         first = (shown.stdout + shown.stderr).strip().partition("\n")[0]
         names = ", ".join(vendor.value for vendor in Vendor)
         raise InvalidArgumentError(
             f"{path} --version: expected one of {names}, got {first!r}; start the ranks with that MPI's own mpirun: "
-            f"mpirun -np N python ..., or with --launcher ssh"
+            f"mpirun -np N python ..., or with --launcher ssh [L74]"
         )
     return Launcher(path, *implementation)
 
@@ -194,7 +194,7 @@ class MpiRanks(Ranks):
         self.processes[0].send_signal(number)
 
     def end(self) -> None:
-        self._output.say("the MPI launcher goes on although the job has ended; ending it")
+        self._output.say("the MPI launcher goes on although the job has ended; ending it [L75]")
         self.processes[0].terminate()
 
     def close(self) -> None:

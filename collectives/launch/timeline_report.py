@@ -55,7 +55,7 @@ def write(trace_path: str | os.PathLike[str], html_path: str | os.PathLike[str])
         Path(html_path).write_text(page(trace, Path(trace_path).name), encoding="utf-8")
     except OSError as error:
         raise InvalidArgumentError(
-            f"the report {os.fspath(html_path)!r} cannot be written: {error.strerror}"
+            f"the report {os.fspath(html_path)!r} cannot be written: {error.strerror} [U15]"
         ) from error
 
 
@@ -63,9 +63,11 @@ def _read(trace_path: str | os.PathLike[str]) -> Trace:
     try:
         trace = summary.parse(timeline.read(trace_path))
     except OSError as error:
-        raise InvalidArgumentError(f"the trace {os.fspath(trace_path)!r} cannot be read: {error.strerror}") from error
+        raise InvalidArgumentError(
+            f"the trace {os.fspath(trace_path)!r} cannot be read: {error.strerror} [U16]"
+        ) from error
     if not trace.names or trace.end <= trace.begin:
-        raise InvalidArgumentError(f"the trace {os.fspath(trace_path)!r} holds no events of any rank")
+        raise InvalidArgumentError(f"the trace {os.fspath(trace_path)!r} holds no events of any rank [U17]")
     return trace
 
 

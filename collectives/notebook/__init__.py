@@ -74,5 +74,5 @@ def pull(name: str) -> list[Any]:
     from collectives.base.errors import NotInitializedError
 
     if _session is None:
-        raise NotInitializedError("collectives.notebook.pull: no ranks run; %%collectives -np 4 starts some")
+        raise NotInitializedError("collectives.notebook.pull: no ranks run; %%collectives -np 4 starts some [L125]")
     return _session.pull(name)

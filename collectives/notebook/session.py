@@ -51,7 +51,7 @@ def size_and_hosts(options: Sequence[str]) -> tuple[int, Sequence[Host]]:
     """
     elastic, size, hosts = cli.check_arguments([*options, sys.executable])
     if elastic:
-        raise InvalidArgumentError("%%collectives: the ranks of a notebook stay; elastic jobs are programs")
+        raise InvalidArgumentError("%%collectives: the ranks of a notebook stay; elastic jobs are programs [L126]")
     return size, hosts
 
 
@@ -128,11 +128,13 @@ class Session:
         while len(came) < size:
             if self._process.poll() is not None:
                 self.show_output()
-                raise RankFailedError(f"%%collectives: the job has ended with exit code {self._process.returncode}")
+                raise RankFailedError(
+                    f"%%collectives: the job has ended with exit code {self._process.returncode} [L10]"
+                )
             if time.monotonic() > end:
                 raise CollectiveTimeoutError(
                     f"%%collectives: {len(came)} of {size} ranks were there after {_START_WITHIN:g} s; what they have "
-                    "printed is above"
+                    "printed is above [L127]"
                 )
             with contextlib.suppress(TimeoutError):
                 peer, _ = listener.accept()
@@ -215,14 +217,14 @@ class Session:
         others = sorted(set(errors) - {first})
         also = f" (and ranks {', '.join(map(str, others))})" if others else ""
         print(text, file=sys.stderr, flush=True)
-        raise RankFailedError(f"%%collectives: rank {first}{also}: {reason}")
+        raise RankFailedError(f"%%collectives: rank {first}{also}: {reason} [L11]")
 
     def pull(self, name: str) -> list[Any]:
         """See `collectives.notebook.pull`."""
         answers = self._ask("pull", name)
         for rank, answer in sorted(answers.items()):
             if answer[0] == "error":
-                raise RankFailedError(f"collectives.notebook.pull: rank {rank}: {answer[1]}")
+                raise RankFailedError(f"collectives.notebook.pull: rank {rank}: {answer[1]} [L12]")
         loads: Callable[[bytes], Any] = importlib.import_module("cloudpickle").loads
         return [loads(answers[rank][1]) for rank in range(len(answers))]
 
@@ -289,7 +291,7 @@ class Session:
             self.close()
             raise RankFailedError(
                 "%%collectives: the ranks have ended: what the first of them has said is above. The next cell starts "
-                "new ones, without the variables of these"
+                "new ones, without the variables of these [L13]"
             ) from None
 
     def close(self) -> None:

@@ -133,7 +133,7 @@ def forced_algorithm(
         return None
     algorithm = registry.unsigned(algorithm)
     if algorithm not in names:
-        raise InvalidArgumentError(f"algorithm={algorithm!r}: {collective}{tensors} has {', '.join(names)}")
+        raise InvalidArgumentError(f"algorithm={algorithm!r}: {collective}{tensors} has {', '.join(names)} [A57]")
     chosen = registry.find(collective, algorithm)
     if chosen.why_not(hosts):
         raise InvalidArgumentError(f"{collective}: {chosen.why_not(hosts)}")
@@ -205,7 +205,7 @@ class Planner:
         if reproducible and ordered:
             raise InvalidArgumentError(
                 "algorithm='reproducible': a product of complex numbers is rounded differently by vectorized and plain "
-                "code; multiply the real and imaginary parts yourself"
+                "code; multiply the real and imaginary parts yourself [A80]"
             )
         forced = None if reproducible else forced_algorithm(collective, algorithm, names, hosts)
         why_forced = _AS_ASKED
@@ -225,15 +225,16 @@ class Planner:
         if not chosen.by_messages and not (medium is Medium.WINDOW and self.placement.one_host):
             raise TransportError(
                 f"algorithm={chosen.name!r} works in the windows of one host only, not with {medium.value} on "
-                f"{len(self.placement.hosts)} hosts"
+                f"{len(self.placement.hosts)} hosts [A58]"
             )
         if chosen.versioned and medium.in_place:
             medium, why_medium = Medium.WINDOW, f"window, which {chosen.name} needs"
         if chosen.name == registry.INLINE and not self.placement.carries:
-            raise TransportError("algorithm='inline': needs ranks whose rounds are held over TCP")
+            raise TransportError("algorithm='inline': needs ranks whose rounds are held over TCP [A59]")
         if chosen.name == registry.NATIVE and not native:
             raise InvalidArgumentError(
-                "algorithm='native': MPI does not reduce this dtype and operation as we do, or there is no MPI here"
+                "algorithm='native': MPI does not reduce this dtype and operation as we do, or there is no MPI here "
+                "[A60]"
             )
         overlaps = chosen.overlaps or not medium.in_place
         return Choice(chosen.name, medium, self._block(chosen, nbytes, medium), overlaps, f"{why}; {why_medium}")
@@ -252,7 +253,7 @@ class Planner:
             raise InvalidArgumentError(
                 f"algorithm={algorithm!r}: adds in an order that depends on the message and the ranks' places, but "
                 "COLLECTIVES_REPRODUCIBLE asks for one order; leave algorithm out, or unset COLLECTIVES_REPRODUCIBLE "
-                "on all ranks"
+                "on all ranks [A81]"
             )
 
     def locates_tensors(self, nbytes: int, transport: str | None = None) -> bool:
@@ -307,7 +308,7 @@ class Planner:
         if forced == Medium.MAPPED.value and not placement.maps and placement.size > 1:
             raise TransportError(
                 "transport='mapped': the ranks of a host cannot map each other's memory here (containers may refuse "
-                "/proc/PID/fd); use 'auto'"
+                "/proc/PID/fd); use 'auto' [A61]"
             )
         if forced in ("auto", Medium.MAPPED.value):
             if mapped and self._serves_mapped(collective, algorithm):
@@ -330,23 +331,23 @@ class Planner:
             raise TransportError(
                 f"transport='tcp': the messages of these ranks are carried by {placement.network}: set "
                 "COLLECTIVES_TRANSPORT=tcp on all ranks before init(), or use 'mpi', which means messages over any "
-                "network"
+                "network [A62]"
             )
         by_name = {medium.value: medium for medium in Medium} | {_TCP: Medium.MESSAGE}
         medium = by_name.get(forced)
         if medium is None:
-            raise InvalidArgumentError(f"transport={forced!r}: expected one of auto, {', '.join(by_name)}")
+            raise InvalidArgumentError(f"transport={forced!r}: expected one of auto, {', '.join(by_name)} [A63]")
         if placement.size == 1:
             return medium, "one rank"
         if medium is Medium.WINDOW and not placement.shares_memory:
             raise TransportError(
                 "transport='window': the ranks of a host cannot share memory here; use 'mpi', which means messages "
-                "over any network, or 'auto'"
+                "over any network, or 'auto' [A64]"
             )
         if medium is Medium.DIRECT and not placement.reads_private:
             raise TransportError(
                 "transport='direct-read': this system does not let a process read its peers' memory (containers may "
-                "refuse process_vm_readv); use 'window' or 'auto'"
+                "refuse process_vm_readv); use 'window' or 'auto' [A65]"
             )
         return medium, "medium as asked for"
 

@@ -15,7 +15,7 @@ from collectives.base.errors import MissingDependencyError
 try:
     import ray as _ray  # noqa: F401
 except ImportError:
-    raise MissingDependencyError("collectives.ray needs Ray: pip install ray") from None
+    raise MissingDependencyError("collectives.ray needs Ray: pip install ray [L90]") from None
 
 from collectives.ray.elastic import ElasticRayExecutor as ElasticRayExecutor
 from collectives.ray.executor import RayExecutor as RayExecutor

@@ -87,9 +87,13 @@ class ElasticRayExecutor:
         discovery: Callable[[], Any] | None = None,
     ) -> None:
         if gpus_per_slot and not use_gpu:
-            raise InvalidArgumentError(f"ElasticRayExecutor: gpus_per_slot={gpus_per_slot}: expected also use_gpu=True")
+            raise InvalidArgumentError(
+                f"ElasticRayExecutor: gpus_per_slot={gpus_per_slot}: expected also use_gpu=True [L91]"
+            )
         if override_discovery == (discovery is not None):
-            raise InvalidArgumentError("ElasticRayExecutor: expected override_discovery=False together with discovery")
+            raise InvalidArgumentError(
+                "ElasticRayExecutor: expected override_discovery=False together with discovery [L92]"
+            )
         self.settings = settings or ElasticSettings()
         self._slot = Slot(cpus_per_slot, (gpus_per_slot or 1) if use_gpu else 0)
         self._discovery = discovery or Hosts(self._slot)
@@ -125,7 +129,7 @@ class ElasticRayExecutor:
         largest = max_num_proc if max_np is None else max_np
         if smallest < 1 or (largest is not None and largest < smallest):
             raise InvalidArgumentError(
-                f"ElasticRayExecutor: expected 1 <= min_num_proc <= max_num_proc, got {smallest} and {largest}"
+                f"ElasticRayExecutor: expected 1 <= min_num_proc <= max_num_proc, got {smallest} and {largest} [L93]"
             )
         cooldown = (cooldown_range[0], cooldown_range[1]) if cooldown_range else None
         return ElasticSettings(smallest, largest, reset_limit, elastic_timeout, timeout_s, cooldown, nics or "")
@@ -133,7 +137,7 @@ class ElasticRayExecutor:
     def start(self) -> None:
         """Check that there is a cluster; NotInitializedError if not."""
         if not ray.is_initialized():
-            raise NotInitializedError("ElasticRayExecutor: Ray is not connected: call ray.init() before")
+            raise NotInitializedError("ElasticRayExecutor: Ray is not connected: call ray.init() before [L94]")
 
     def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
         """Call a function on all ranks; nodes and ranks may come and go meanwhile.
@@ -181,7 +185,7 @@ class ElasticRayExecutor:
             results: bytes = ray.get(running)
             return list(importlib.import_module("cloudpickle").loads(results))
         except RayActorError as error:
-            raise RankFailedError(f"ElasticRayExecutor.run: the job's launcher has ended: {error}") from error
+            raise RankFailedError(f"ElasticRayExecutor.run: the job's launcher has ended: {error} [L14]") from error
         except BaseException:
             if running is not None and not ray.wait([running], timeout=0)[0]:
                 # Not by a method of the launcher: the one that runs has its main thread.

@@ -91,11 +91,13 @@ class RayExecutor:
         override_discovery: bool = True,
     ) -> None:
         if gpus_per_worker and not use_gpu:
-            raise InvalidArgumentError(f"RayExecutor: gpus_per_worker={gpus_per_worker}: expected also use_gpu=True")
+            raise InvalidArgumentError(
+                f"RayExecutor: gpus_per_worker={gpus_per_worker}: expected also use_gpu=True [L96]"
+            )
         if gpus_per_worker is not None and gpus_per_worker < 0:
-            raise InvalidArgumentError(f"RayExecutor: gpus_per_worker={gpus_per_worker}: expected at least 1")
+            raise InvalidArgumentError(f"RayExecutor: gpus_per_worker={gpus_per_worker}: expected at least 1 [L97]")
         if max_workers is not None and min_workers is None:
-            raise InvalidArgumentError(f"RayExecutor: max_workers={max_workers}: expected also min_workers")
+            raise InvalidArgumentError(f"RayExecutor: max_workers={max_workers}: expected also min_workers [L98]")
         gpus = (gpus_per_worker or 1) if use_gpu else 0
         self._settings = settings or Settings()
         self._elastic: ElasticRayExecutor | None = None
@@ -109,7 +111,9 @@ class RayExecutor:
         """Why the workers cannot be called any more."""
         if min_workers is not None:
             if num_workers is not None or num_hosts is not None:
-                raise InvalidArgumentError("RayExecutor: expected min_workers, or num_workers or num_hosts, got both")
+                raise InvalidArgumentError(
+                    "RayExecutor: expected min_workers, or num_workers or num_hosts, got both [L99]"
+                )
             elastic_settings = ElasticRayExecutor.create_settings(
                 min_workers,
                 max_workers,
@@ -164,7 +168,9 @@ class RayExecutor:
             RankFailedError: ``executable_cls`` has raised.
         """
         if self._workers:
-            raise InvalidArgumentError("RayExecutor.start: the workers have been started; call shutdown() before")
+            raise InvalidArgumentError(
+                "RayExecutor.start: the workers have been started; call shutdown() before [L100]"
+            )
         extra = {name: str(text) for name, text in (extra_env_vars or {}).items()}
         if self._settings.nics:
             extra.setdefault("COLLECTIVES_NETWORK_INTERFACE", ",".join(sorted(self._settings.nics)))
@@ -215,7 +221,7 @@ class RayExecutor:
         except GetTimeoutError:
             raise CollectiveTimeoutError(
                 f"RayExecutor.start: the {len(references)} workers have not started within "
-                f"{self._settings.timeout_s:g} s; see Ray's logs, or raise timeout_s of create_settings"
+                f"{self._settings.timeout_s:g} s; see Ray's logs, or raise timeout_s of create_settings [L101]"
             ) from None
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None) -> list[Any]:
@@ -280,9 +286,9 @@ class RayExecutor:
 
     def _all(self) -> list[Any]:
         if self._elastic is not None:
-            raise UnsupportedError("RayExecutor: elastic jobs (min_workers) have run() and execute() alone")
+            raise UnsupportedError("RayExecutor: elastic jobs (min_workers) have run() and execute() alone [L102]")
         if not self._workers:
-            raise NotInitializedError("RayExecutor: the workers have not been started: call start() before")
+            raise NotInitializedError("RayExecutor: the workers have not been started: call start() before [L103]")
         if self._lost:
             raise RankFailedError(f"RayExecutor: {self._lost}")
         return self._workers
@@ -356,7 +362,7 @@ class RayExecutor:
             if busy:
                 self._lost = self._lost or (
                     "the function of a rank has not returned from an interrupt, and the workers have been ended: "
-                    "call shutdown() and start() again"
+                    "call shutdown() and start() again [L129]"
                 )
                 for worker in self._workers:
                     ray.kill(worker)
@@ -368,7 +374,7 @@ class RayExecutor:
         except RayActorError:
             self._lost = self._lost or (  # without rank 0 the others have no places, which Ray says in the same way
                 f"the process of rank {rank} on {self._sites[rank].name} has ended: see Ray's logs, and the kernel's "
-                "for lack of memory; call shutdown() and start() again"
+                "for lack of memory; call shutdown() and start() again [L16]"
             )
             text = f"RankFailedError: {self._lost}"
         except RayError as error:

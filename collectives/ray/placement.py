@@ -34,11 +34,11 @@ class Shape(NamedTuple):
         if (self.workers is None) == (self.hosts is None):
             raise InvalidArgumentError(
                 f"RayExecutor: expected num_workers, or num_hosts and num_workers_per_host, got num_workers="
-                f"{self.workers}, num_hosts={self.hosts}"
+                f"{self.workers}, num_hosts={self.hosts} [L104]"
             )
         for name, number in (("num_workers", self.workers), ("num_hosts", self.hosts)):
             if number is not None and number < 1:
-                raise InvalidArgumentError(f"RayExecutor: {name}={number}: expected at least 1")
+                raise InvalidArgumentError(f"RayExecutor: {name}={number}: expected at least 1 [L105]")
 
     @property
     def needs(self) -> dict[str, float]:
@@ -73,7 +73,7 @@ class Group:
                 f"RayExecutor: Ray had no place for {len(bundles)} times {bundles[0]} ({strategy}) within {timeout:g} "
                 f"s; the cluster has {there}, of which free are "
                 f"{ {name: ray.available_resources().get(name, 0) for name in there} }: ask for less, add nodes, or "
-                "raise placement_group_timeout_s"
+                "raise placement_group_timeout_s [L106]"
             ) from None
         return group
 

@@ -81,11 +81,13 @@ def simulate(
             differs.
     """
     if segment is not None and segment < 1:
-        raise InvalidArgumentError(f"segment={segment}: expected a positive number of bytes, or None for whole chunks")
+        raise InvalidArgumentError(
+            f"segment={segment}: expected a positive number of bytes, or None for whole chunks [U22]"
+        )
     if stride < 1:
-        raise InvalidArgumentError(f"stride={stride}: expected a positive number of groups")
+        raise InvalidArgumentError(f"stride={stride}: expected a positive number of groups [U23]")
     if min(sizes, default=0) < 0:
-        raise InvalidArgumentError(f"sizes: expected the bytes of each chunk, found {min(sizes)}")
+        raise InvalidArgumentError(f"sizes: expected the bytes of each chunk, found {min(sizes)} [U24]")
     traffic = Traffic(schedules, sizes, segment, stride)
     links = Topology(network, traffic.size)
     begins = np.zeros(traffic.size)

@@ -29,12 +29,14 @@ def of_model(path: str) -> tuple[int, ...]:
     try:
         model = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidArgumentError(f"--model {path!r}: expected package.module:name of a model: {error}") from None
+        raise InvalidArgumentError(
+            f"--model {path!r}: expected package.module:name of a model: {error} [U31]"
+        ) from None
     # A model is callable too, but on its inputs.
     if not _parameters(model):
         model = model()
     if not (found := _parameters(model)):
-        raise InvalidArgumentError(f"--model {path!r}: a {type(model).__name__} without trainable parameters")
+        raise InvalidArgumentError(f"--model {path!r}: a {type(model).__name__} without trainable parameters [U32]")
     return tuple(reversed([_bytes(parameter) for parameter in found]))
 
 
@@ -61,7 +63,9 @@ def of_timeline(path: str | os.PathLike[str]) -> tuple[int, ...]:
     try:
         trace = timeline_summary.parse(timeline.read(path))
     except OSError as error:
-        raise InvalidArgumentError(f"the timeline {os.fspath(path)!r} cannot be read: {error.strerror}") from error
+        raise InvalidArgumentError(
+            f"the timeline {os.fspath(path)!r} cannot be read: {error.strerror} [U33]"
+        ) from error
     steps: dict[tuple[str, ...], int] = {}
     for span in trace.spans:
         tensors = tuple(map(str, span.args.get("tensors") or ()))
@@ -70,5 +74,5 @@ def of_timeline(path: str | os.PathLike[str]) -> tuple[int, ...]:
                 break
             steps[tensors] = int(span.args.get("bytes", 0))
     if not any(steps.values()):
-        raise InvalidArgumentError(f"the timeline {os.fspath(path)!r} holds no all-reduce with its bytes")
+        raise InvalidArgumentError(f"the timeline {os.fspath(path)!r} holds no all-reduce with its bytes [U34]")
     return tuple(nbytes for nbytes in steps.values() if nbytes)

@@ -62,7 +62,7 @@ class Topology:
         hosts = [[rank] for rank in range(size)] if network.hosts is None else network.hosts
         if sorted(chain.from_iterable(hosts)) != list(range(size)):
             raise InvalidArgumentError(
-                f"network.hosts={hosts!r}: expected each of the ranks 0 to {size - 1} on one host"
+                f"network.hosts={hosts!r}: expected each of the ranks 0 to {size - 1} on one host [U25]"
             )
         self._size, self._hosts = size, len(hosts)
         self.host_of = np.empty(size, np.int64)
@@ -86,7 +86,7 @@ class Topology:
             self.capacity[self.number(name)] *= share
         if not (self.capacity > 0).all() or not network.reduction > 0 or not (self._latency >= 0).all():
             raise InvalidArgumentError(
-                f"{network!r}: expected bandwidths and reduction above 0, and latencies from 0 on"
+                f"{network!r}: expected bandwidths and reduction above 0, and latencies from 0 on [U26]"
             )
 
     @cached_property
@@ -106,7 +106,7 @@ class Topology:
         if name not in self.names:
             raise InvalidArgumentError(
                 f"link {name!r}: expected 'rank N out', 'rank N in', 'rank N local out', 'rank N local in', 'host N "
-                f"out', 'host N in', 'leaf N out' or 'leaf N in', of {self._size} ranks on {self._hosts} hosts"
+                f"out', 'host N in', 'leaf N out' or 'leaf N in', of {self._size} ranks on {self._hosts} hosts [U35]"
             )
         return 1 + self.names.index(name)
 

@@ -71,7 +71,7 @@ class Predictor:
             if choice.transport == "host":
                 raise InvalidArgumentError(
                     f"algorithm={algorithm!r}: this {collective} of {size} GPUs goes through host memory, which is not "
-                    f"simulated ({why}); choose another algorithm"
+                    f"simulated ({why}); choose another algorithm [U36]"
                 )
         else:
             host = self._planner.choose(collective, nbytes, algorithm=algorithm)

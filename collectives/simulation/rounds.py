@@ -142,7 +142,7 @@ def kinds(collective: str, algorithm: str, hosts: Hosts) -> tuple[int, list[Kind
     if (collective, algorithm) not in _KINDS:
         raise InvalidArgumentError(
             f"algorithm={algorithm!r}: the rounds of this {collective} are not described; simulate it exactly "
-            "(collectives simulate collective --exact)"
+            "(collectives simulate collective --exact) [U37]"
         )
     return _KINDS[collective, algorithm](sum(map(len, hosts)))
 

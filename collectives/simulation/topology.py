@@ -182,7 +182,7 @@ def _checked(cluster: Cluster, name: str) -> Cluster:
             continue
         if value < 0 or (value == 0 and field.name not in may_be_zero):
             wanted = "0 or more" if field.name in may_be_zero else "above 0"
-            raise InvalidArgumentError(f"cluster {name!r}: {field.name}={value!r}: expected {wanted}")
+            raise InvalidArgumentError(f"cluster {name!r}: {field.name}={value!r}: expected {wanted} [U38]")
     return cluster
 
 
@@ -191,7 +191,7 @@ def _read(path: str) -> Cluster:
         text = Path(path).read_text()
     except OSError as error:
         raise InvalidArgumentError(
-            f"cluster {path!r}: {error.strerror}; expected one of {', '.join(CLUSTERS)}, or a file"
+            f"cluster {path!r}: {error.strerror}; expected one of {', '.join(CLUSTERS)}, or a file [U39]"
         ) from None
     start = text.lstrip()
     try:
@@ -203,7 +203,7 @@ def _read(path: str) -> Cluster:
             return gpu_matrix(text)
         return _own(text, path)
     except (ElementTree.ParseError, json.JSONDecodeError, KeyError, ValueError, TypeError) as error:
-        raise InvalidArgumentError(f"cluster {path!r}: {error}") from None
+        raise InvalidArgumentError(f"cluster {path!r}: {error} [U40]") from None
 
 
 def _own(text: str, path: str) -> Cluster:

@@ -28,7 +28,7 @@ class Traffic:
             if schedule.rank != rank or schedule.chunks != len(sizes):
                 raise InvalidArgumentError(
                     f"schedules, sizes: expected a schedule of rank {rank} over {len(sizes)} chunks, one size for "
-                    f"each, found rank {schedule.rank} over {schedule.chunks}"
+                    f"each, found rank {schedule.rank} over {schedule.chunks} [U27]"
                 )
             self.collective, self.size = schedule.collective, schedule.size
             self.rounds = max(self.rounds, len(schedule.rounds))
@@ -38,7 +38,9 @@ class Traffic:
             arrives = (kind == _CODE[StepKind.RECEIVE.value]) | (kind == _CODE[StepKind.REDUCE.value])
             receives.append(steps[:, arrives & (steps[_PEER] != rank)])
         if len(sends) != self.size or not sends:
-            raise InvalidArgumentError(f"schedules: expected one for each of {self.size} ranks, found {len(sends)}")
+            raise InvalidArgumentError(
+                f"schedules: expected one for each of {self.size} ranks, found {len(sends)} [U28]"
+            )
         self._sends = self._sorted(sends, (_ROUND, _RANK, _PEER))
         self._reductions = self._sorted(reductions, (_ROUND,))
         self._check(self._sends, self._sorted(receives, (_ROUND, _PEER, _RANK)))
@@ -75,7 +77,7 @@ class Traffic:
             for table in (sends, receives)
         )
         raise InvalidArgumentError(
-            f"schedules: a send and its receive do not meet: sent is {sent}; received is {received}"
+            f"schedules: a send and its receive do not meet: sent is {sent}; received is {received} [U29]"
         )
 
     def group(self, number: int) -> tuple[Ints, Ints, Floats, Floats]:

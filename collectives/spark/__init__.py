@@ -15,7 +15,7 @@ from collectives.base.errors import MissingDependencyError
 try:
     import pyspark as _pyspark  # noqa: F401
 except ImportError:
-    raise MissingDependencyError("collectives.spark needs Spark: pip install pyspark") from None
+    raise MissingDependencyError("collectives.spark needs Spark: pip install pyspark [L107]") from None
 
 from collectives.spark.elastic import run_elastic as run_elastic
 from collectives.spark.runner import run as run

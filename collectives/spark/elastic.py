@@ -84,7 +84,9 @@ def run_elastic(
     smallest = next(each for each in (min_num_proc, min_np, number) if each is not None)
     largest = next(each for each in (max_num_proc, max_np, number) if each is not None)
     if not 1 <= smallest <= largest:
-        raise InvalidArgumentError(f"{what}: expected 1 <= min_num_proc <= max_num_proc, got {smallest} and {largest}")
+        raise InvalidArgumentError(
+            f"{what}: expected 1 <= min_num_proc <= max_num_proc, got {smallest} and {largest} [L108]"
+        )
     if elastic_timeout is None:
         elastic_timeout = float(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", _ELASTIC_TIMEOUT))
     environment = {name: text for name, text in os.environ.items() if name.startswith(_OURS)}

@@ -69,15 +69,15 @@ class FrameEstimator(Estimator):  # type: ignore[misc]
         super().__init__()
         unknown = [name for name, value in horovods.items() if name not in _WITHOUT_EFFECT and value is not None]
         if unknown:
-            raise InvalidArgumentError(f"{self._WHAT}: {unknown[0]}: this option is not supported")
+            raise InvalidArgumentError(f"{self._WHAT}: {unknown[0]}: this option is not supported [L109]")
         if len(label_cols) != 1:
             raise InvalidArgumentError(
-                f"{self._WHAT}: label_cols={label_cols}: expected one, of a model with one output"
+                f"{self._WHAT}: label_cols={label_cols}: expected one, of a model with one output [L131]"
             )
         if batch_size < 1 or epochs < 1:
-            raise InvalidArgumentError(f"{self._WHAT}: expected batch_size and epochs of at least 1")
+            raise InvalidArgumentError(f"{self._WHAT}: expected batch_size and epochs of at least 1 [L110]")
         if isinstance(validation, (int, float)) and not 0 <= validation < 1:
-            raise InvalidArgumentError(f"{self._WHAT}: validation={validation}: expected at least 0 and below 1")
+            raise InvalidArgumentError(f"{self._WHAT}: validation={validation}: expected at least 0 and below 1 [L111]")
         self.model, self.optimizer, self.loss, self.store = model, optimizer, loss, store
         self.feature_cols, self.label_cols, self.num_proc = list(feature_cols), list(label_cols), num_proc
         self.batch_size, self.epochs, self.validation, self.shuffle = batch_size, epochs, validation, shuffle

@@ -57,7 +57,7 @@ class Job:
         if self._error is not None:
             reason = _reason(self._error)
             _, _, of_rank = reason.partition(f"RankFailedError: {self._what}: ")
-            why = of_rank.strip() or f"Spark's job has failed: {reason}"
+            why = of_rank.strip() or f"Spark's job has failed [L17]: {reason}"
             raise RankFailedError(f"{self._what}: {why}") from self._error
         if not self._thread.is_alive():
             return True
@@ -67,7 +67,7 @@ class Job:
                 f"{self._what}: Spark has started none of {self._tasks} tasks within {self._timeout:g} s; those of a "
                 f"barrier stage start together. There are {self._context.defaultParallelism} slots by "
                 f"spark.default.parallelism, of {self._context.getConf().get('spark.task.cpus', '1')} CPUs each; other "
-                "jobs may hold some. Ask for fewer by num_proc, add executors, or raise start_timeout"
+                "jobs may hold some. Ask for fewer by num_proc, add executors, or raise start_timeout [L112]"
             )
         return False
 
@@ -95,7 +95,7 @@ def active_context(what: str) -> SparkContext:
     if context is None:
         raise NotInitializedError(
             f"{what}: there is no SparkContext: make one by SparkSession.builder.getOrCreate(); a session of Spark "
-            "Connect has none"
+            "Connect has none [L113]"
         )
     return context
 
@@ -104,7 +104,7 @@ def number_of_ranks(what: str, context: SparkContext, num_proc: int | None) -> i
     """``num_proc``, or Spark's default parallelism; InvalidArgumentError: it is below 1."""
     number: int = context.defaultParallelism if num_proc is None else num_proc
     if number < 1:
-        raise InvalidArgumentError(f"{what}: num_proc={number}: expected at least 1")
+        raise InvalidArgumentError(f"{what}: num_proc={number}: expected at least 1 [L114]")
     return number
 
 

@@ -82,7 +82,7 @@ def check_options(what: str, options: Mapping[str, Any]) -> None:
         if name not in _WITHOUT_EFFECT and value is not None:
             raise InvalidArgumentError(
                 f"{what}: {name}: there is no such argument; expected fn, args, kwargs, num_proc, start_timeout, env, "
-                "nics and others that its documentation names"
+                "nics and others that its documentation names [L115]"
             )
 
 

@@ -39,7 +39,7 @@ def tensors(values: Any) -> list[Any]:
         InvalidTypeError: not a list or tuple, or an element has no dtype that the engine supports.
     """
     if not isinstance(values, (list, tuple)):
-        raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {detection.describe(values)}")
+        raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {detection.describe(values)} [A36]")
     return [
         tf.IndexedSlices(_tensor(each.values), tf.convert_to_tensor(each.indices), each.dense_shape)
         if isinstance(each, tf.IndexedSlices)
@@ -52,10 +52,13 @@ def _tensor(value: Any) -> Any:
     try:
         tensor = value if isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
-        text = f"tensor: expected a tensor, a variable, an array or a number, got {detection.describe(value)}: {error}"
+        text = (
+            f"tensor: expected a tensor, a variable, an array or a number, got {detection.describe(value)}: {error} "
+            "[T5]"
+        )
         raise InvalidTypeError(text) from None
     if tensor.dtype.name not in (*dtypes.NAMES, *dtypes.FLOAT8):
-        raise InvalidTypeError(f"tensor: dtype {tensor.dtype.name} is not supported; {dtypes.OFFER}")
+        raise InvalidTypeError(f"tensor: dtype {tensor.dtype.name} is not supported; {dtypes.OFFER} [T20]")
     return tensor
 
 
@@ -67,4 +70,4 @@ def splits(value: Any) -> Any:
             return counts
     except (TypeError, ValueError):
         pass
-    raise InvalidTypeError(f"splits: expected integers, one per rank, got {value!r}")
+    raise InvalidTypeError(f"splits: expected integers, one per rank, got {value!r} [A27]")

@@ -98,11 +98,11 @@ def _broadcast(variables: list[Any], root_rank: int, name: str | None, process_s
 def _read(variable: Any, number: int) -> Any:
     if not hasattr(variable, "assign"):
         raise InvalidArgumentError(
-            f"variables: expected variables, got a {detection.describe(variable)} as number {number}"
+            f"variables: expected variables, got a {detection.describe(variable)} as number {number} [F50]"
         )
     value = tf.convert_to_tensor(_value(variable))
     if value.dtype.name not in (*dtypes.NAMES, *dtypes.FLOAT8):
-        raise InvalidTypeError(f"variables: {variable.name} has dtype {value.dtype.name}; {dtypes.OFFER}")
+        raise InvalidTypeError(f"variables: {variable.name} has dtype {value.dtype.name}; {dtypes.OFFER} [F51]")
     return value
 
 
@@ -124,7 +124,8 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     if tf.executing_eagerly():
         raise RuntimeError(
             "hvd.broadcast_global_variables() works in graphs for sessions only, since eager execution keeps no list "
-            "of variables; use hvd.broadcast_variables(model.variables, root_rank) and (optimizer.variables, root_rank)"
+            "of variables; use hvd.broadcast_variables(model.variables, root_rank) and (optimizer.variables, "
+            "root_rank) [F74]"
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 

@@ -68,7 +68,7 @@ class GradientReduction:
             kinds = [_kind(grad) for grad in gradients]
             if len(gradients) != len(variables):
                 raise InvalidArgumentError(
-                    f"grads: expected as many as variables, {len(variables)}, got {len(gradients)}"
+                    f"grads: expected as many as variables, {len(variables)}, got {len(gradients)} [F52]"
                 )
         positions = list(range(len(gradients)))
         if local:
@@ -116,7 +116,8 @@ def _kind(grad: Any) -> str:
     if isinstance(grad, tf.Tensor):
         return "dense"
     raise InvalidTypeError(
-        f"gradient: expected a tf.Tensor, tf.IndexedSlices or None, got {type(grad).__name__}; it cannot be combined"
+        f"gradient: expected a tf.Tensor, tf.IndexedSlices or None, got {type(grad).__name__}; it cannot be combined "
+        "[F53]"
     )
 
 

@@ -69,7 +69,7 @@ def call(
     if _compiled_by_xla(graph):
         raise InvalidArgumentError(
             f"{label}: XLA cannot compile a collective, which is a call to another process; leave jit_compile out of "
-            "the tf.function that calls it, or set it to False. In Keras: model.compile(..., jit_compile=False)"
+            "the tf.function that calls it, or set it to False. In Keras: model.compile(..., jit_compile=False) [F75]"
         )
     types, shapes = list(types), [tf.TensorShape(shape) for shape in shapes]
     rank = local_ranks.of_call(graph)

@@ -91,7 +91,7 @@ def _number(root: Any) -> int:
     except (AttributeError, TypeError):
         raise InvalidTypeError(
             "root_rank: expected a rank that is known when the operation is made, got "
-            f"{detection.describe(root)}; pass an int"
+            f"{detection.describe(root)}; pass an int [A19]"
         ) from None
 
 

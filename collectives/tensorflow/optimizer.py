@@ -69,10 +69,10 @@ def DistributedOptimizer(
     """
     if isinstance(optimizer, _WrappedOptimizer):
         raise InvalidArgumentError(
-            "optimizer: expected an optimizer, got one that DistributedOptimizer has wrapped already"
+            "optimizer: expected an optimizer, got one that DistributedOptimizer has wrapped already [F11]"
         )
     if op is Op.ADASUM and average_aggregated_gradients:
-        raise InvalidArgumentError("Adasum does not support average_aggregated_gradients == True")
+        raise InvalidArgumentError("Adasum does not support average_aggregated_gradients == True [F43]")
     options = GradientOptions.of(locals(), name="gradients")
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         mixin = _ReducesUpdates if op is Op.ADASUM else _ReducesGradients
@@ -84,7 +84,7 @@ def DistributedOptimizer(
     if not any(parent.__module__.partition(".")[0] in ("keras", "tf_keras") for parent in type(optimizer).__mro__):
         raise InvalidTypeError(
             f"optimizer: expected a tf.compat.v1.train.Optimizer or a Keras optimizer, got "
-            f"{type(optimizer).__name__} {optimizer!r}"
+            f"{type(optimizer).__name__} {optimizer!r} [F12]"
         )
     from collectives.tensorflow import keras
 

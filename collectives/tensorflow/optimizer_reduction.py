@@ -124,7 +124,7 @@ class OptimizerReduction:
             raise InvalidArgumentError(
                 "backward_passes_per_step: gradients that this optimizer has not combined cannot be applied past the "
                 "sums of the backward passes. Leave out skip_gradients_aggregation=True "
-                "(experimental_aggregate_gradients=False), or backward_passes_per_step"
+                "(experimental_aggregate_gradients=False), or backward_passes_per_step [F18]"
             )
         self._accumulated.clear()
         with tf.control_dependencies([grad for grad in grads if grad is not None]):
@@ -174,7 +174,7 @@ class OptimizerReduction:
         if not self._reduction.options.sparse_as_dense:
             raise InvalidArgumentError(
                 "IndexedSlices are not supported when `backward_passes_per_step` > 1 and `sparse_as_dense` is False; "
-                "pass sparse_as_dense=True"
+                "pass sparse_as_dense=True [F44]"
             )
         return tf.convert_to_tensor(grad)
 
@@ -184,7 +184,7 @@ class OptimizerReduction:
         if self._variables not in (None, keys):
             raise InvalidArgumentError(
                 "backward_passes_per_step: expected the variables of the first backward pass, got others; make an "
-                "optimizer for each list"
+                "optimizer for each list [F19]"
             )
         self._variables = keys
         if self.counter is None:

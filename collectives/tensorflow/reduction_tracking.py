@@ -141,7 +141,7 @@ def confirm_reduced(
     text = (
         "apply_gradients: the ranks' gradients differ, although compute_gradients, or a DistributedGradientTape, has "
         "combined gradients of the same variables that were not applied. Apply what they have returned; or where "
-        "gradients are this rank's own, do not compute combined ones of the same variables before"
+        "gradients are this rank's own, do not compute combined ones of the same variables before [M14]"
     )
     equal = _equal_on_all_ranks([gradients[at] for at in doubtful], reduction)
     if tf.executing_eagerly():

@@ -17,7 +17,9 @@ from collectives.tensorflow.graph_call import GraphCall
 def check(call: GraphCall) -> None:
     """Raise UnsupportedError (a NotImplementedError) on all ranks for an ``op`` other than Sum and Average."""
     if call.op is None or not call.op.linear:
-        text = f"op: expected Average or Sum of tf.IndexedSlices, got {call.op!r}; pass tf.convert_to_tensor(slices)"
+        text = (
+            f"op: expected Average or Sum of tf.IndexedSlices, got {call.op!r}; pass tf.convert_to_tensor(slices) [F45]"
+        )
         raise call.world.refused(UnsupportedError(text), call.name)
 
 

@@ -49,14 +49,14 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
     def __init__(self, fused: bool | None = False, *, process_set: Any = global_process_set, **kwargs: Any) -> None:
         if fused is not False:
-            raise InvalidArgumentError("SyncBatchNormalization does not support fused=True.")
+            raise InvalidArgumentError("SyncBatchNormalization does not support fused=True. [F82]")
         refused = [option for option in ("renorm", "virtual_batch_size", "adjustment") if kwargs.get(option)]
         if refused:
-            raise InvalidArgumentError(f"SyncBatchNormalization does not support {', '.join(refused)}.")
+            raise InvalidArgumentError(f"SyncBatchNormalization does not support {', '.join(refused)}. [F83]")
         axis = kwargs.get("axis", -1)
         if isinstance(axis, (list, tuple)):
             if len(axis) != 1:
-                raise InvalidArgumentError(f"axis: expected one axis, got {axis}")
+                raise InvalidArgumentError(f"axis: expected one axis, got {axis} [F84]")
             kwargs["axis"] = axis[0]
         if LEGACY:
             kwargs["fused"] = False  # the fused kernel, used by default for four dimensions, computes another variance
@@ -73,7 +73,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
             return super().call(inputs, training=True, mask=mask)
         if mask is not None and len(mask.shape) != len(inputs.shape) - 1:
             raise InvalidArgumentError(
-                f"mask: expected one dimension less than inputs, got {mask.shape} for {inputs.shape}"
+                f"mask: expected one dimension less than inputs, got {mask.shape} for {inputs.shape} [F85]"
             )
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)
         axis = self.axis[0] if isinstance(self.axis, (list, tuple)) else self.axis
@@ -115,7 +115,7 @@ def _flag(training: Any) -> bool:
     value = tf.get_static_value(training)
     if value is None:
         raise InvalidArgumentError(
-            "training: expected True or False, got a tensor whose value is not known while the graph is made"
+            "training: expected True or False, got a tensor whose value is not known while the graph is made [F86]"
         )
     return bool(value)
 

@@ -100,10 +100,10 @@ def PartialDistributedGradientTape(
 
 def _wrapped(gradtape: Any, options: GradientOptions) -> Any:
     if not isinstance(gradtape, tf.GradientTape):
-        raise InvalidTypeError(f"gradtape: expected a tf.GradientTape, got {type(gradtape).__name__}")
+        raise InvalidTypeError(f"gradtape: expected a tf.GradientTape, got {type(gradtape).__name__} [F13]")
     if isinstance(gradtape, _WrappedTape):
         raise InvalidArgumentError(
-            "gradtape: expected a tf.GradientTape, got one that DistributedGradientTape has wrapped already"
+            "gradtape: expected a tf.GradientTape, got one that DistributedGradientTape has wrapped already [F14]"
         )
     inner: Any = type(gradtape)
     tape: Any = object.__new__(_subclass(inner))

@@ -148,7 +148,7 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
         if stream is not None:
             raise InvalidArgumentError(
                 f"stream: expected None for a tensor on the CPU, got {stream!r}: the numbers of {argument} "
-                f"({detection.describe(tensor)}) must be there when the operation is called"
+                f"({detection.describe(tensor)}) must be there when the operation is called [T55]"
             )
         array, wrap = read
     dtype = array.dtype
@@ -215,7 +215,7 @@ def _read(tensor: Any, argument: str) -> Read | None:
         if masked is not None and isinstance(tensor, masked.MaskedArray):
             raise InvalidTypeError(
                 f"{argument}: masked arrays are refused because their mask would be lost; pass tensor.filled(...) or "
-                f"tensor.data"
+                f"tensor.data [T27]"
             )
         return tensor.view(np.ndarray), tensor.__array_wrap__
     if isinstance(tensor, np.generic):
@@ -225,14 +225,14 @@ def _read(tensor: Any, argument: str) -> Read | None:
             return read_only(np.asarray(tensor, _PYTHON_SCALARS[kind])), _python_scalar
         except OverflowError:
             raise InvalidArgumentError(
-                f"{argument}: expected an int of at most 64 bits (int64), got {tensor}"
+                f"{argument}: expected an int of at most 64 bits (int64), got {tensor} [T6]"
             ) from None
     framework = detection.framework(kind)
     if framework is not None:
         return READERS[framework](tensor, argument)
     if isinstance(tensor, (list, tuple)):
         raise InvalidTypeError(
-            f"{argument}: expected {_EXPECTED}; got a {kind.__name__}: pass numpy.asarray({argument})"
+            f"{argument}: expected {_EXPECTED}; got a {kind.__name__}: pass numpy.asarray({argument}) [T7]"
         )
     return _read_protocol(tensor, argument)
 
@@ -266,7 +266,7 @@ def _read_protocol(tensor: Any, argument: str) -> Read | None:
         pass
     except (ValueError, BufferError) as error:
         raise InvalidTypeError(
-            f"{argument}: the buffer of {detection.describe(tensor)} cannot be read: {error}"
+            f"{argument}: the buffer of {detection.describe(tensor)} cannot be read: {error} [T8]"
         ) from None
     else:
         try:
@@ -274,14 +274,14 @@ def _read_protocol(tensor: Any, argument: str) -> Read | None:
         except (TypeError, ValueError, NotImplementedError, RuntimeError):
             raise InvalidTypeError(
                 f"{argument}: {detection.describe(tensor)} has elements of format {memory.format!r}, which are not "
-                f"numbers"
+                f"numbers [T9]"
             ) from None
     if hasattr(tensor, "__array_interface__"):
         return np.asarray(tensor), None
     if hasattr(tensor, "__dlpack__"):
         return _from_dlpack(tensor, argument), None
     advice = f": pass numpy.asarray({argument})" if hasattr(tensor, "__array__") else ""
-    raise InvalidTypeError(f"{argument}: expected {_EXPECTED}; got {detection.describe(tensor)}{advice}")
+    raise InvalidTypeError(f"{argument}: expected {_EXPECTED}; got {detection.describe(tensor)}{advice} [T10]")
 
 
 def _from_dlpack(tensor: Any, argument: str) -> Array:
@@ -289,7 +289,7 @@ def _from_dlpack(tensor: Any, argument: str) -> Array:
         return np.from_dlpack(tensor)
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
         raise InvalidTypeError(
-            f"{argument}: {detection.describe(tensor)} cannot be read through DLPack: {error}"
+            f"{argument}: {detection.describe(tensor)} cannot be read through DLPack: {error} [T11]"
         ) from error
 
 

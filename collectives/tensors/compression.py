@@ -167,12 +167,12 @@ def check(compression: Any) -> None:
     for name, arguments in (("compress", ("tensor",)), ("decompress", ("tensor", "context"))):
         method = getattr(compression, name, None)
         if not callable(method):
-            raise InvalidTypeError(f"{expected}; got {kind}, which has no method {name!r}")
+            raise InvalidTypeError(f"{expected}; got {kind}, which has no method {name!r} [A48]")
         if not _takes(method, arguments):
             # Most likely a class whose methods need an instance.
             advice = "; pass an instance, or make it a @staticmethod" if isinstance(compression, type) else ""
             raise InvalidTypeError(
-                f"{expected}; got {kind}, whose {name} cannot be called with ({', '.join(arguments)}){advice}"
+                f"{expected}; got {kind}, whose {name} cannot be called with ({', '.join(arguments)}){advice} [A49]"
             )
 
 

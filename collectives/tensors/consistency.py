@@ -45,7 +45,7 @@ def fingerprints(tensors: Any) -> list[Fingerprint]:
     by_name: dict[str, Fingerprint] = {}
     for name, tensor in _named(tensors):
         if name in by_name:
-            raise InvalidArgumentError(f"tensors: expected names that differ, got {name!r} twice")
+            raise InvalidArgumentError(f"tensors: expected names that differ, got {name!r} twice [A37]")
         seen = view(tensor, argument=name)
         dtype = dtypes.name(seen.dtype)
         digest = hashlib.blake2b(f"{dtype}{seen.shape}".encode(), digest_size=16)
@@ -90,7 +90,7 @@ def _named(tensors: Any) -> Iterable[tuple[str, Any]]:
     ):
         raise InvalidTypeError(
             "tensors: expected a mapping of names to tensors, or a sequence of tensors or of (name, tensor) pairs;"
-            f" got {type(tensors).__name__}: pass a list of tensors"
+            f" got {type(tensors).__name__}: pass a list of tensors [A38]"
         )
     listed = list(tensors)
     if listed and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in listed):
@@ -110,7 +110,7 @@ def _mismatch(
         having = [peer for peer, fingerprint in zip(ranks, per_rank, strict=True) if fingerprint is not None]
         return MismatchError(
             f"{subject} is not on every rank: it is missing on {_ranks(missing)} and present on {_ranks(having)}."
-            "\nEvery rank must pass the same tensors."
+            " [M12]\nEvery rank must pass the same tensors."
         )
     aspect, said = _first_difference(present)
     ranks_by_said: dict[str, list[int]] = {}
@@ -121,7 +121,7 @@ def _mismatch(
     verb = "differs" if len(odd) == 1 else "differ"
     lines = [f"  {_ranks(peers)}: {text}" for text, peers in ranks_by_said.items()]
     return MismatchError(
-        f"{subject} is not the same on every rank: {_ranks(odd)} {verb} from {_ranks(most)} in {aspect}:\n"
+        f"{subject} is not the same on every rank: {_ranks(odd)} {verb} from {_ranks(most)} in {aspect} [M13]:\n"
         + "\n".join(lines)
         + "\nBroadcast the tensors from one rank, and see that every rank changes them alike."
     )

@@ -54,7 +54,7 @@ class Framework:
             if strided is None:
                 raise InvalidTypeError(
                     f"{argument}: expected a contiguous tensor, got one of shape {tensor.shape} and strides "
-                    f"{tensor.strides} (bytes); make it contiguous first"
+                    f"{tensor.strides} (bytes); make it contiguous first [T28]"
                 )
             with _on_own_stream(tensor.device, tensor.stream):
                 copy = sys.modules["cupy"].ascontiguousarray(strided)
@@ -107,7 +107,7 @@ class Torch(Framework):
             address = plain.data_ptr()
         except RuntimeError as error:
             raise InvalidTypeError(
-                f"{argument}: {detection.describe(tensor)} has no memory of its own: {error}"
+                f"{argument}: {detection.describe(tensor)} has no memory of its own: {error} [T12]"
             ) from error
         return TensorMemory(
             address, tuple(plain.shape), strides, dtype, provider.device(index), not lazy, stream, plain
@@ -165,7 +165,7 @@ def _from_torch(dtype: Any, argument: str) -> np.dtype[Any]:
     if name not in dtypes.NAMES:
         raise InvalidTypeError(
             f"{argument}: dtype {dtype} is not supported on a GPU; expected one of {', '.join(dtypes.NAMES)}: convert "
-            "it, or pass what it is made of, such as tensor.view(torch.uint8)"
+            "it, or pass what it is made of, such as tensor.view(torch.uint8) [T21]"
         )
     return dtypes.resolve(name)
 
@@ -219,7 +219,7 @@ class Jax(Framework):
         if len(tensor.devices()) != 1:
             raise InvalidTypeError(
                 f"{argument}: expected a jax array on one device, got one spread over {len(tensor.devices())} devices;"
-                " pass the data of each of its addressable_shards"
+                " pass the data of each of its addressable_shards [T51]"
             )
         return by_dlpack(tensor, tensor.__dlpack__, argument, provider, passed_stream)._replace(writable=False)
 

@@ -40,7 +40,7 @@ def by_dlpack(
     try:
         capsule = _capsule(export, stream or 1)  # DLPack's number of the default stream is 1, and 0 is forbidden
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
-        raise InvalidTypeError(f"{argument}: {name} cannot be read through DLPack: {error}") from error
+        raise InvalidTypeError(f"{argument}: {name} cannot be read through DLPack: {error} [T13]") from error
     memory = dlpack.read(capsule, argument=f"{argument} ({name})")
     if memory.kind not in dlpack.ON_GPU:
         raise detection.misplaced(tensor, argument, f"DLPack device kind {memory.kind}")
@@ -62,10 +62,11 @@ def by_interface(tensor: Any, argument: str, provider: CupyProvider, passed_stre
     interface = getattr(tensor, "__cuda_array_interface__", None)
     if not isinstance(interface, dict) or interface.get("version") not in (2, 3):
         raise InvalidTypeError(
-            f"{argument}: expected a {kind} whose __cuda_array_interface__ is of version 2 or 3, got {interface!r}"
+            f"{argument}: expected a {kind} whose __cuda_array_interface__ is of version 2 or 3, got {interface!r} "
+            "[T52]"
         )
     if interface.get("mask") is not None:
-        raise InvalidTypeError(f"{argument}: a masked {kind} is refused because its mask would be lost")
+        raise InvalidTypeError(f"{argument}: a masked {kind} is refused because its mask would be lost [T29]")
     address, read_only = interface["data"]
     dtype = np.dtype(interface["typestr"])
     if dtype.kind == "V":  # the interface has no name for bfloat16

@@ -98,7 +98,7 @@ class DeviceView:
     def fill(self, values: DeviceView) -> None:
         """Copy another view's elements, of the same dtype and number, into ``array`` on `current_stream`."""
         if values.dtype != self.dtype:
-            raise InvalidTypeError(f"expected elements of dtype {self.dtype}, got {values.dtype}")
+            raise InvalidTypeError(f"expected elements of dtype {self.dtype}, got {values.dtype} [T22]")
         with active(self.device):
             self.device.copy(self.array.address, values.array.address, self.nbytes, self.current_stream())
 
@@ -169,7 +169,7 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
     if tensor_memory.address % dtype.itemsize:
         raise InvalidTypeError(
             f"{argument}: expected elements at multiples of their size ({dtype.itemsize} bytes), got a "
-            f"{detection.describe(tensor)} at address {tensor_memory.address:#x}; copy it first"
+            f"{detection.describe(tensor)} at address {tensor_memory.address:#x}; copy it first [T30]"
         )
     memory, address = tensor_memory.memory, tensor_memory.address
     if not contiguous:
@@ -184,7 +184,9 @@ def _provider(tensor: Any, argument: str) -> selection.CupyProvider:
     try:
         return selection.provider()
     except MissingDependencyError as error:
-        raise MissingDependencyError(f"{argument}: got a {detection.describe(tensor)} on a GPU, but {error}") from None
+        raise MissingDependencyError(
+            f"{argument}: got a {detection.describe(tensor)} on a GPU, but {error} [G6]"
+        ) from None
 
 
 def _resolve(tensor: Any, dtype: np.dtype[Any], argument: str) -> np.dtype[Any]:
@@ -193,6 +195,6 @@ def _resolve(tensor: Any, dtype: np.dtype[Any], argument: str) -> np.dtype[Any]:
     native = resolve(dtype, argument=kind)
     if not dtype.isnative:
         raise InvalidTypeError(
-            f"{kind}: byte-swapped dtype {dtype} is not supported on a GPU; convert it to {native} first"
+            f"{kind}: byte-swapped dtype {dtype} is not supported on a GPU; convert it to {native} first [T23]"
         )
     return native

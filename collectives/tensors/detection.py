@@ -55,10 +55,12 @@ def describe(tensor: Any) -> str:
 def misplaced(tensor: Any, argument: str, place: str) -> InvalidTypeError:
     """The error for a tensor in inaccessible memory, or without memory."""
     if place == "meta":
-        return InvalidTypeError(f"{argument}: expected a tensor with elements, got a {describe(tensor)} {NO_ELEMENTS}")
+        return InvalidTypeError(
+            f"{argument}: expected a tensor with elements, got a {describe(tensor)} {NO_ELEMENTS} [T39]"
+        )
     return InvalidTypeError(
         f"{argument}: expected memory of the CPU or of an NVIDIA GPU, got a {describe(tensor)} on {place}: copy it "
-        f"to the host first"
+        f"to the host first [T40]"
     )
 
 
@@ -66,7 +68,7 @@ def frozen(tensor: Any, argument: str, shape: Sequence[int], dtype: Any) -> Inva
     """The error for an in-place operation on a read-only tensor."""
     return InvalidArgumentError(
         f"{argument}: an in-place operation needs a writable tensor, got a read-only {describe(tensor)} of shape "
-        f"{tuple(shape)} and dtype {dtype}; use the operation that returns a new tensor, or copy it first"
+        f"{tuple(shape)} and dtype {dtype}; use the operation that returns a new tensor, or copy it first [T36]"
     )
 
 
@@ -74,7 +76,7 @@ def overlapping(tensor: Any, argument: str, shape: Sequence[int], strides: Seque
     """The error for an in-place operation on elements that share memory."""
     return InvalidArgumentError(
         f"{argument}: an in-place operation needs elements that do not share memory, got a {describe(tensor)} of shape "
-        f"{tuple(shape)} and strides {tuple(strides)} (a broadcast or sliding view); copy it first"
+        f"{tuple(shape)} and strides {tuple(strides)} (a broadcast or sliding view); copy it first [T37]"
     )
 
 

@@ -105,12 +105,12 @@ def structure(capsule: Any, argument: str) -> tuple[_DLTensor, int]:
         if versioned.major > VERSION[0]:
             raise InvalidTypeError(
                 f"{argument}: expected a DLPack capsule of version {VERSION[0]}, got version "
-                f"{versioned.major}.{versioned.minor}"
+                f"{versioned.major}.{versioned.minor} [T53]"
             )
         return versioned.tensor, versioned.flags
     if _is_valid(capsule, b"dltensor"):
         return _DLManagedTensor.from_address(_get_pointer(capsule, b"dltensor")).tensor, 0
-    raise InvalidTypeError(f"{argument}: expected a DLPack capsule that has not been consumed, got {capsule!r}")
+    raise InvalidTypeError(f"{argument}: expected a DLPack capsule that has not been consumed, got {capsule!r} [T54]")
 
 
 def _dtype(dl_dtype: _DLDataType, argument: str) -> np.dtype[Any]:
@@ -119,6 +119,6 @@ def _dtype(dl_dtype: _DLDataType, argument: str) -> np.dtype[Any]:
     if name not in NAMES or dl_dtype.lanes != 1:
         vector = f" in vectors of {dl_dtype.lanes}" if dl_dtype.lanes != 1 else ""
         raise InvalidTypeError(
-            f"{argument}: DLPack dtype {name}{vector} is not supported; expected one of {', '.join(NAMES)}"
+            f"{argument}: DLPack dtype {name}{vector} is not supported; expected one of {', '.join(NAMES)} [T24]"
         )
     return resolve(name)

@@ -64,7 +64,7 @@ def _import_numkong() -> Any:
         return importlib.import_module("numkong")
     except ImportError:
         logging.warn_on_first_rank(
-            "float16 and bfloat16 are many times slower than float32 without numkong: pip install numkong"
+            "float16 and bfloat16 are many times slower than float32 without numkong: pip install numkong [T60]"
         )
         return None
 

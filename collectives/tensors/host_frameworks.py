@@ -36,7 +36,7 @@ def plain_torch(tensor: Any, argument: str) -> tuple[Any, bool]:
     if tensor.layout is not sys.modules["torch"].strided:
         _refuse_nested(tensor, argument)
         raise InvalidTypeError(
-            f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()"
+            f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense() [T31]"
         )
     plain = tensor.detach() if tensor.requires_grad else tensor
     return plain, plain.is_conj() or plain.is_neg()
@@ -46,7 +46,7 @@ def _refuse_nested(tensor: Any, argument: str) -> None:
     if tensor.is_nested:
         raise InvalidTypeError(
             f"{argument}: expected one tensor, got a nested one; pass each of {argument}.unbind(), or "
-            f"{argument}.to_padded_tensor(...)"
+            f"{argument}.to_padded_tensor(...) [T32]"
         )
 
 
@@ -69,7 +69,7 @@ def _read_torch(tensor: Any, argument: str) -> Read | None:
             raise InvalidTypeError(
                 f"{argument}: expected a tensor with elements, got one inside of a transform of torch.func (grad, "
                 "vmap, jvp, ...): call there the functions of collectives.torch that block and return a new tensor, "
-                "such as collectives.torch.allreduce, and all others outside"
+                "such as collectives.torch.allreduce, and all others outside [T46]"
             ) from None
         array = _read_float8(plain, argument, error)
     return read_only(array) if lazy else array, _wrap_torch
@@ -82,10 +82,10 @@ def _read_float8(tensor: Any, argument: str, error: Exception) -> Array:
         array: Array = tensor.view(sys.modules["torch"].uint8).numpy().view(dtypes.resolve(name))
         return array
     if name in dtypes.NAMES:
-        raise InvalidTypeError(f"{argument}: a {detection.describe(tensor)} cannot be read: {error}") from error
+        raise InvalidTypeError(f"{argument}: a {detection.describe(tensor)} cannot be read: {error} [T14]") from error
     raise InvalidTypeError(
         f"{argument}: a {detection.describe(tensor)} of dtype {tensor.dtype} is not supported; {dtypes.OFFER}. Convert "
-        "it, or pass what it is made of, as by tensor.view(torch.uint8), torch.view_as_real or tensor.int_repr()"
+        "it, or pass what it is made of, as by tensor.view(torch.uint8), torch.view_as_real or tensor.int_repr() [T25]"
     )
 
 
@@ -104,7 +104,7 @@ def _read_jax(tensor: Any, argument: str) -> Read | None:
     if isinstance(tensor, jax.core.Tracer):
         raise InvalidTypeError(
             f"{argument}: expected a concrete jax array, got a tracer: call collectives.jax, or collectives outside "
-            f"jit, grad and vmap"
+            f"jit, grad and vmap [T47]"
         )
     platforms = {device.platform for device in tensor.devices()}
     if platforms == {"gpu"}:
@@ -128,7 +128,7 @@ def _read_tensorflow(tensor: Any, argument: str) -> Read | None:
     if not hasattr(tensor, "numpy"):
         raise InvalidTypeError(
             f"{argument}: expected an eager tensor, got a symbolic {detection.describe(tensor)}: call outside "
-            f"tf.function"
+            f"tf.function [T48]"
         )
     device = tensor.device or "CPU"
     if "GPU" in device:

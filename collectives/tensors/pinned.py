@@ -27,7 +27,7 @@ def check_mutable(tensor: Any) -> None:
     if why is not None:
         raise InvalidTypeError(
             f"tensor: a persistent operation reads and writes the same memory in every start, and {why}; call the "
-            f"ordinary operation with this {detection.describe(tensor)}, or keep the numbers in a NumPy array"
+            f"ordinary operation with this {detection.describe(tensor)}, or keep the numbers in a NumPy array [W32]"
         )
 
 

@@ -39,11 +39,11 @@ def handle(stream: Any, *, argument: str = "stream") -> int:
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise InvalidTypeError(
             f"{argument}: expected a CUDA stream (the driver's number, a cupy.cuda.Stream, a torch.cuda.Stream or an "
-            f"object with __cuda_stream__), got {describe(stream)}"
+            f"object with __cuda_stream__), got {describe(stream)} [T56]"
         )
     number = int(number)
     if number < 0:
-        raise InvalidArgumentError(f"{argument}: expected the number of a CUDA stream, 0 or more, got {number}")
+        raise InvalidArgumentError(f"{argument}: expected the number of a CUDA stream, 0 or more, got {number} [T57]")
     return LEGACY if number == 1 else number
 
 
@@ -57,7 +57,7 @@ def usable(stream: int, argument: str = "stream") -> int:
         raise InvalidArgumentError(
             f"{argument}: expected a stream that is the same in every thread, got the per-thread default stream "
             "(number 2, with CuPy from CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1), for which other threads cannot wait; "
-            "make another one current, such as cupy.cuda.Stream(non_blocking=True), or pass it as stream="
+            "make another one current, such as cupy.cuda.Stream(non_blocking=True), or pass it as stream= [T58]"
         )
     return stream
 
@@ -73,7 +73,7 @@ def free_of_capture(
     if device.capturing(stream):
         raise InvalidArgumentError(
             f"{whose}: its stream is being captured into a CUDA graph, which cannot hold work that waits for other "
-            f"ranks; {advice}"
+            f"ranks; {advice} [T59]"
         )
 
 

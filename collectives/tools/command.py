@@ -47,5 +47,5 @@ def _run(arguments: Sequence[str] | None) -> int:
     if name in ("-h", "--help"):
         print(usage)
         return 0
-    print(f"collectives: unknown command {name!r}; expected {', '.join(COMMANDS)}", file=sys.stderr)
+    print(f"collectives: unknown command {name!r}; expected {', '.join(COMMANDS)} [U7]", file=sys.stderr)
     return 2

@@ -47,7 +47,9 @@ def main(
     print("\nWritten: " + ", ".join(_shown(file) for file in sorted(output.iterdir())))
     missing = ["plots (matplotlib)"] * (not plots) + ["training (scikit-learn, for its digits)"] * (not digits)
     if missing:
-        print(f"collectives demo: no {' and no '.join(missing)}: pip install 'pycollectives[bench]'", file=sys.stderr)
+        print(
+            f"collectives demo: no {' and no '.join(missing)}: pip install 'pycollectives[bench]' [U8]", file=sys.stderr
+        )
     return int(not digits)
 
 
@@ -78,7 +80,7 @@ def _training(ranks: int, output: Path, plot: bool) -> None:
     if not (difference <= _TOLERANCE and accuracy > _ACCURACY):
         print(
             f"collectives demo: error: expected a difference of at most {_TOLERANCE:g} and a test accuracy above "
-            f"{_ACCURACY}",
+            f"{_ACCURACY} [U9]",
             file=sys.stderr,
         )
         sys.exit(1)
@@ -126,7 +128,7 @@ def _run(title: str, command: list[str]) -> None:
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     status = subprocess.run(command, env=environment, check=False).returncode
     if status:
-        print(f"collectives demo: error: this ended with status {status}: {' '.join(command)}", file=sys.stderr)
+        print(f"collectives demo: error: this ended with status {status}: {' '.join(command)} [U10]", file=sys.stderr)
         sys.exit(status if status > 0 else 1)
 
 

@@ -125,7 +125,7 @@ def _pairs(entries: Sequence[str], mark: str, flag: str) -> list[tuple[str, floa
     try:
         return [(name, float(value)) for name, value in (entry.rsplit(mark, 1) for entry in entries)]
     except ValueError:
-        raise InvalidArgumentError(f"{flag} {' '.join(entries)}: expected NAME{mark}NUMBER") from None
+        raise InvalidArgumentError(f"{flag} {' '.join(entries)}: expected NAME{mark}NUMBER [U41]") from None
 
 
 def _collective(asked: argparse.Namespace) -> int:
@@ -168,7 +168,7 @@ def _playable(asked: argparse.Namespace, cluster: Cluster) -> list[str]:
     ]
     names = [each.name for each in every if not each.native and not each.why_not(cluster.placement().hosts)]
     if asked.algorithm and asked.algorithm not in names:
-        raise InvalidArgumentError(f"algorithm={asked.algorithm!r}: {asked.collective} has {', '.join(names)}")
+        raise InvalidArgumentError(f"algorithm={asked.algorithm!r}: {asked.collective} has {', '.join(names)} [U42]")
     return [asked.algorithm] if asked.algorithm else names
 
 

@@ -35,11 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         running = status_server.jobs() if options.job is None else _of(options.job)
     except OSError as error:
         named = "" if options.job is None else f" {options.job}"
-        print(f"collectives status: no answer from a job{named} of this user on this host ({error})", file=sys.stderr)
+        print(
+            f"collectives status: no answer from a job{named} of this user on this host ({error}) [U12]",
+            file=sys.stderr,
+        )
         return 1
     if len(running) != 1:
         found = "\n".join(f"  {pid}  {snapshot['job']['command']}" for pid, snapshot in sorted(running.items()))
-        problem = f"which job?\n{found}" if running else "no job runs here"
+        problem = f"which job?\n{found}" if running else "no job runs here [U30]"
         print(f"collectives status: {problem}", file=sys.stderr)
         return 1
     (shown,) = running.values()

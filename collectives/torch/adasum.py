@@ -39,7 +39,7 @@ class AdasumSteps:
 
     def skip_synchronize(self) -> NoReturn:
         """Raise an AssertionError: without synchronization there is no Adasum."""
-        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer. [F20]")
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Do nothing: gradients add up on the rank until ``step()``."""
@@ -71,4 +71,4 @@ class AdasumSteps:
         return loss
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError("a distributed optimizer cannot be copied or pickled; save and load its state_dict()")
+        raise TypeError("a distributed optimizer cannot be copied or pickled; save and load its state_dict() [F54]")

@@ -261,7 +261,7 @@ def refuse_transforms_in_graph() -> None:
     if _in_transform():
         raise UnsupportedError(
             "torch.compile does not look into the transforms of torch.func where they hold a collective: keep the "
-            "transformed function out of the graph (torch.compiler.disable)"
+            "transformed function out of the graph (torch.compiler.disable) [F76]"
         )
 
 
@@ -297,7 +297,7 @@ class _Transformable(torch.autograd.Function):
     def jvp(ctx: Any, _: Any, *tangents: Any) -> tuple[Any, ...]:
         call, inputs = ctx.call, ctx.saved_tensors
         if not adjoints.is_linear(call.op):
-            raise call.refused("has no forward derivative; use a reverse one (torch.func.grad, vjp, jacrev)")
+            raise call.refused("has no forward derivative; use a reverse one (torch.func.grad, vjp, jacrev) [F77]")
         chosen = [i for i, x in enumerate(inputs) if _has_gradient(x)]
         moving = [torch.zeros_like(inputs[i]) if tangents[i] is None else tangents[i] for i in chosen]
         spread = dict(zip(chosen, _apply(call.renamed(".tangent"), *moving), strict=True))
@@ -307,7 +307,7 @@ class _Transformable(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, call: DifferentiableCall, *tensors: Any) -> tuple[Any, Any]:
         """One collective of all examples, whose dimension becomes the last: rows stay the first."""
         if call.op is Op.ADASUM:
-            raise call.refused("cannot be vectorised, since it combines whole tensors; call it outside of vmap")
+            raise call.refused("cannot be vectorised, since it combines whole tensors; call it outside of vmap [F78]")
         batched = [dim is not None for dim in in_dims[1:]]
         moved = [x.movedim(dim, -1) if at else x for x, dim, at in zip(tensors, in_dims[1:], batched, strict=True)]
         results = _apply(call, *moved)
@@ -321,12 +321,14 @@ def _run_in_transform(call: DifferentiableCall, tensors: Sequence[Any]) -> list[
     if torch.compiler.is_compiling():
         refuse_transforms_in_graph()
     if get_proxy_mode() is not None:  # a recorded result would be used again in place of a call
-        raise call.refused("cannot be recorded by torch.func.linearize or make_fx; use torch.func.jvp or torch.compile")
+        raise call.refused(
+            "cannot be recorded by torch.func.linearize or make_fx; use torch.func.jvp or torch.compile [F79]"
+        )
     if _transforms_active() and functorch.peek_interpreter_stack().key() == functorch.TransformType.Functionalize:
-        raise call.refused("torch.func.functionalize has no rule for it; call it outside")
+        raise call.refused("torch.func.functionalize has no rule for it; call it outside [F80]")
     # vmap would have a batch of numbers pass for rows.
     if call.collective in ("allgather", "reducescatter") and not all(x.dim() for x in tensors):
-        raise call.refused("works along the first dimension, got a 0-d tensor; reshape it to (1,)")
+        raise call.refused("works along the first dimension, got a 0-d tensor; reshape it to (1,) [A30]")
     return list(_apply(call, *tensors))
 
 

@@ -146,7 +146,7 @@ class BackwardReducer:
             if self._guard.armed:
                 raise InvalidArgumentError(
                     f"gradient of {slot.name!r}: expected the step() of an earlier DistributedOptimizer of it before "
-                    f"the next backward pass: its gradients are in flight; make a newer one after that step()"
+                    f"the next backward pass: its gradients are in flight; make a newer one after that step() [F21]"
                 )
             return  # that combines it
         if self.combined:
@@ -158,7 +158,7 @@ class BackwardReducer:
                 f"gradient of {slot.name!r}: expected at most {self._passes} backward passes "
                 f"(backward_passes_per_step) before optimizer.step() or synchronize(), got one more; raise "
                 f"backward_passes_per_step to accumulate gradients locally. One pass counts several times for a layer "
-                f"that several reentrant checkpoints share: pass use_reentrant=False to them"
+                f"that several reentrant checkpoints share: pass use_reentrant=False to them [F22]"
             )
         alone = True
         # Losses that share no parameter have a backward pass each, so the last pass may be another parameter's.
@@ -229,7 +229,7 @@ class BackwardReducer:
                     f"gradient of {slot.name!r}: expected no backward pass between reading gradients or "
                     f"optimizer.synchronize(), which combine them, and optimizer.step() or zero_grad(): with "
                     f"op={self._options.op.name} it would combine them again; read them after the last backward pass, "
-                    f"and raise backward_passes_per_step to accumulate locally"
+                    f"and raise backward_passes_per_step to accumulate locally [F23]"
                 )
 
     # ---- step
@@ -243,7 +243,7 @@ class BackwardReducer:
                 raise InvalidArgumentError(
                     "parameter.grad: expected it to be read by the thread that trains, or when no backward pass is "
                     "under way: gradients are in flight and not complete; read them there, between backward() and "
-                    "optimizer.step(), and hand over copies"
+                    "optimizer.step(), and hand over copies [F24]"
                 )
             self.synchronize(reads=True)
 
@@ -254,7 +254,8 @@ class BackwardReducer:
             if slot.param is param:
                 raise InvalidArgumentError(
                     f"gradient of {slot.name!r}: expected it to be left alone within the backward pass, when it has "
-                    f"left for the other ranks; read it in a hook of its own parameter, or after the backward pass"
+                    "left for the other ranks; read it in a hook of its own parameter, or after the backward pass "
+                    "[F25]"
                 )
 
     def synchronize(self, reads: bool = False, applies: bool = False) -> None:
@@ -272,7 +273,7 @@ class BackwardReducer:
             raise InvalidArgumentError(
                 f"optimizer of {(*self._slots, *self._frozen)[0].name!r}: expected step() of the newest "
                 f"DistributedOptimizer of its parameters, got that of an earlier one, which combines no gradients as "
-                f"long as the newer one exists; step the newer one, or delete it"
+                f"long as the newer one exists; step the newer one, or delete it [F26]"
             )
         with self._synchronizing:
             if self.combined:  # another thread has combined them

@@ -184,7 +184,7 @@ def _refusal(slot: GradientSlot, what: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"gradient of {slot.name!r}: expected it to be left alone from backward() to optimizer.synchronize(), but it "
         f"was {what} in between, through a tensor kept from before; read it as parameter.grad, which waits for it, or "
-        f"call optimizer.synchronize() first"
+        f"call optimizer.synchronize() first [F27]"
     )
 
 

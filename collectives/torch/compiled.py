@@ -156,7 +156,7 @@ def _where(process_set: ProcessSet | int, choices: Mapping[str, Any]) -> tuple[i
     if others:
         raise InvalidArgumentError(
             f"{others[0]}: expected None inside of torch.compile, whose graph holds {' and '.join(_HELD)} alone; "
-            "call the function outside of the graph (torch.compiler.disable)"
+            "call the function outside of the graph (torch.compiler.disable) [F81]"
         )
     if not isinstance(process_set, int):
         world_of(process_set)  # refuses one that was not added

@@ -87,7 +87,7 @@ class GradientSlot:
         if grad.layout is not torch.strided:
             raise InvalidArgumentError(
                 f"gradient of {self.name!r}: expected a dense one with algorithm='reproducible' and several backward "
-                f"passes, got one with layout {grad.layout}"
+                f"passes, got one with layout {grad.layout} [A82]"
             )
         carried = self.passes - self.left
         while carried & 1:

@@ -91,7 +91,7 @@ def empty_like(
         torch.Size([2, 3])
     """
     if not isinstance(input, torch.Tensor):
-        raise InvalidTypeError(f"input: expected a torch.Tensor, got a {detection.describe(input)}")
+        raise InvalidTypeError(f"input: expected a torch.Tensor, got a {detection.describe(input)} [T15]")
     dtype, device = input.dtype if dtype is None else dtype, input.device if device is None else device
     return _allocate(tuple(input.shape), dtype, device, requires_grad)
 
@@ -102,11 +102,11 @@ def _allocate(
     if device is not None and torch.device(device).type != "cpu":
         raise InvalidArgumentError(
             f"device: expected cpu, got {device}: only host memory is mapped this way; the memory of tensors on GPUs "
-            f"is mapped wherever it was allocated"
+            f"is mapped wherever it was allocated [T41]"
         )
     kind = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(kind, torch.dtype):
-        raise InvalidTypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
+        raise InvalidTypeError(f"dtype: expected a torch.dtype, got {dtype!r} [T61]")
     nbytes = math.prod(shape) * kind.itemsize
     if nbytes:
         memory = arena.empty(nbytes, _BYTE)
@@ -130,7 +130,7 @@ def _dimensions(size: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
     try:
         shape = tuple(dimension.__index__() for dimension in dimensions)
     except (AttributeError, TypeError):
-        raise InvalidTypeError(f"size: expected ints, or one sequence of ints, got {dimensions!r}") from None
+        raise InvalidTypeError(f"size: expected ints, or one sequence of ints, got {dimensions!r} [T62]") from None
     if any(dimension < 0 for dimension in shape):
-        raise InvalidArgumentError(f"size: expected dimensions of 0 or more, got {dimensions!r}")
+        raise InvalidArgumentError(f"size: expected dimensions of 0 or more, got {dimensions!r} [T63]")
     return shape

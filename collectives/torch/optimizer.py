@@ -106,7 +106,9 @@ def DistributedOptimizer(
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     """
     if isinstance(optimizer, (GradientSteps, AdasumSteps)):
-        raise ValueError("optimizer: expected a torch optimizer, got one that DistributedOptimizer has wrapped already")
+        raise ValueError(
+            "optimizer: expected a torch optimizer, got one that DistributedOptimizer has wrapped already [F15]"
+        )
     if isinstance(groups, (list, tuple)):  # of any collections of parameters, such as a ParameterList
         groups = [list(each) if isinstance(each, Iterable) and not torch.is_tensor(each) else each for each in groups]
     options = GradientOptions(
@@ -124,7 +126,7 @@ def DistributedOptimizer(
     if algorithm == REPRODUCIBLE and backward_passes_per_step > 1 and gradient_as_bucket_view:
         raise InvalidArgumentError(
             "gradient_as_bucket_view: expected False with algorithm='reproducible' and several backward passes, whose "
-            "gradients are kept apart"
+            "gradients are kept apart [A83]"
         )
     chosen = options.grouped("parameter", "torch.Tensor", _identity)
     named = _named(optimizer, named_parameters)
@@ -210,7 +212,7 @@ class GradientSteps:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                 "Here that combines no gradient twice, but Horovod does: call step() within "
-                "optimizer.skip_synchronize().",
+                "optimizer.skip_synchronize(). [F29]",
                 stacklevel=3,
             )
         self._synchronized = False
@@ -241,7 +243,7 @@ class GradientSteps:
         if self._reducer is not None and self._reducer.begun:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition. [F30]"
             )
         self._synchronized = False
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
@@ -272,7 +274,7 @@ class GradientSteps:
             self._reducer.add(named)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError("a distributed optimizer cannot be copied or pickled; save and load its state_dict()")
+        raise TypeError("a distributed optimizer cannot be copied or pickled; save and load its state_dict() [F55]")
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """The closure's loss, averaged, with the gradients of all ranks."""
@@ -298,12 +300,12 @@ def _named(optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None) -
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
+            "model.named_parameters(). [F56]"
         )
     duplicates = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if duplicates:
         raise ValueError(
-            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)} [F57]"
         )
     names = {id(param): name for name, param in reversed(pairs)}
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -311,7 +313,7 @@ def _named(optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None) -
     if nameless:
         raise ValueError(
             f"named_parameters was specified, but one or more model parameters were not named: {len(nameless)} of "
-            f"{len(params)}, of shapes {', '.join(str(shape) for shape in nameless[:8])}"
+            f"{len(params)}, of shapes {', '.join(str(shape) for shape in nameless[:8])} [F58]"
         )
     return [(names[id(param)], param) for param in params]
 

@@ -61,7 +61,7 @@ def broadcast_optimizer_state(
             data, tensors = take_apart(optimizer)
         except Exception as error:
             raise world.refused(
-                InvalidTypeError(f"{label}: the state cannot be sent: {error}"), f"{label}.length"
+                InvalidTypeError(f"{label}: the state cannot be sent: {error} [F59]"), f"{label}.length"
             ) from error
         world.broadcast_bytes(data, root, name=label)
     else:
@@ -152,7 +152,7 @@ def layout(optimizer: Any) -> dict[str, str]:
     """Descriptions that must be equal on every rank."""
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
         raise InvalidTypeError(
-            f"optimizer: expected an optimizer with param_groups and state, got {detection.describe(optimizer)}"
+            f"optimizer: expected an optimizer with param_groups and state, got {detection.describe(optimizer)} [F16]"
         )
     groups = [group["params"] for group in optimizer.param_groups]
     return {

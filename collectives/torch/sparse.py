@@ -49,10 +49,12 @@ def sparse_allreduce_async(
     with world.refusing(name):
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
             got = f"layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise InvalidTypeError(f"tensor: expected a sparse COO tensor, got {got}; allreduce_async takes dense ones")
+            raise InvalidTypeError(
+                f"tensor: expected a sparse COO tensor, got {got}; allreduce_async takes dense ones [T33]"
+            )
         if op not in (Op.SUM, Op.AVERAGE):
             raise InvalidArgumentError(
-                f"op: expected Average or Sum of a sparse tensor, got {op!r}; use Sum, or tensor.to_dense()"
+                f"op: expected Average or Sum of a sparse tensor, got {op!r}; use Sum, or tensor.to_dense() [T34]"
             )
         shape = tensor.shape
         coalesced = tensor.detach().coalesce()

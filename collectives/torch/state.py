@@ -109,11 +109,13 @@ def _named(params: Any) -> Tensors:
                 first is None and value is not None and not isinstance(value, torch.Tensor)
             ):
                 kind = detection.describe((first, value) if first is not None else value)
-                raise InvalidArgumentError(f"params: expected tensors or (name, tensor) pairs, got a {kind} among them")
+                raise InvalidArgumentError(
+                    f"params: expected tensors or (name, tensor) pairs, got a {kind} among them [F60]"
+                )
     else:
         raise InvalidArgumentError(
             "params: expected a mapping of names to tensors (a state_dict), or an iterable of tensors or of (name, "
-            f"tensor) pairs; got {detection.describe(params)}"
+            f"tensor) pairs; got {detection.describe(params)} [F61]"
         )
     tensors: Tensors = {}
     others = []
@@ -122,12 +124,12 @@ def _named(params: Any) -> Tensors:
         if not isinstance(value, torch.Tensor):
             others += [] if value is None else [f"{name}, a {detection.describe(value)}"]
         elif name in tensors:
-            raise InvalidArgumentError(f"params: expected names that differ, got {name!r} twice")
+            raise InvalidArgumentError(f"params: expected names that differ, got {name!r} twice [F62]")
         else:
             tensors[name] = value
     if others and not tensors:
         raise InvalidArgumentError(
-            f"params: expected tensors, got none among {len(others)} values; the first is {others[0]}"
+            f"params: expected tensors, got none among {len(others)} values; the first is {others[0]} [F63]"
         )
     return tensors
 
@@ -136,7 +138,9 @@ def describe(name: str, tensor: Any) -> str:
     """The properties of a tensor that must be equal on every rank; refuses one that cannot be broadcast in place."""
     refuse_unreachable(name, tensor)
     if tensor.layout is not torch.strided:
-        raise InvalidTypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
+        raise InvalidTypeError(
+            f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense() [T35]"
+        )
     if tensor.device.type not in ("cpu", "cuda"):
         raise detection.misplaced(tensor, name, str(tensor.device))
     if not tensor.is_contiguous() and detection.may_overlap(tensor.shape, tensor.stride(), 1):
@@ -152,17 +156,18 @@ def refuse_unreachable(what: str, tensor: Any) -> None:
         raise InvalidTypeError(
             f"{what}: expected a tensor of this rank, got a DTensor, which torch.distributed keeps spread over ranks "
             "and reduces itself; use the torch optimizer as it is with FSDP and tensor parallelism, or pass "
-            "full_tensor() of it"
+            "full_tensor() of it [T42]"
         )
     if torch.nn.parameter.is_lazy(tensor):
         raise InvalidTypeError(
             f"{what}: expected numbers, got a parameter of a lazy module; run a forward pass first, which gives it a "
-            "shape"
+            "shape [T43]"
         )
     if tensor.is_meta:
         raise InvalidTypeError(
             f"{what}: expected numbers, got a tensor on the meta device, which holds none; make it real first, by "
-            f"model.to_empty(device='cpu') and loading or broadcasting parameters, and make the optimizer after that"
+            "model.to_empty(device='cpu') and loading or broadcasting parameters, and make the optimizer after that "
+            "[T44]"
         )
 
 

@@ -110,7 +110,7 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Any) -> None:
         if input.dim() < 2:
             raise InvalidArgumentError(
-                f"input: expected at least 2 dimensions (batch, channels, ...), got shape {tuple(input.shape)}"
+                f"input: expected at least 2 dimensions (batch, channels, ...), got shape {tuple(input.shape)} [F87]"
             )
 
     @classmethod
@@ -145,7 +145,8 @@ def _counterpart(kind: type[SyncBatchNorm], module: Any, process_set: ProcessSet
     lazy: Any = module
     if isinstance(module, LazyModuleMixin) and lazy.has_uninitialized_params():
         raise InvalidArgumentError(
-            f"module: {module} does not know its number of channels yet; run the model once before it is converted"
+            f"module: {module} does not know its number of channels yet; run the model once before it is converted "
+            "[F88]"
         )
     result = kind(
         module.num_features,
@@ -215,14 +216,14 @@ class _Normalise(torch.autograd.Function):
             if per_channel is not None and len(per_channel) != input.size(1):
                 # On all ranks, or the rows would have differed.
                 raise InvalidArgumentError(
-                    f"input: expected {len(per_channel)} channels, got shape {tuple(input.shape)}"
+                    f"input: expected {len(per_channel)} channels, got shape {tuple(input.shape)} [F89]"
                 )
         counts = rows[:, -1].tolist()
         ctx.empty = sum(counts) == 0
         if sum(counts) == 1:
             raise InvalidArgumentError(
                 f"rank {world.ranks[world.rank]}: Expected more than 1 value per channel when training, got input size"
-                f" {tuple(input.shape)} here and one value on all {world.size} ranks together"
+                f" {tuple(input.shape)} here and one value on all {world.size} ranks together [F90]"
             )
         if ctx.empty:
             return input.clone()

@@ -192,5 +192,5 @@ def _compare_settings(rank: int, configs: Sequence[Config]) -> None:
             shown = ", ".join(f"rank {peer}: {value}" for peer, value in enumerate(values))
             raise MismatchError(
                 f"rank {rank}: {attribute.metadata['variable']} differs between the ranks ({shown}); "
-                f"give all ranks the same environment (collectivesrun does)"
+                f"give all ranks the same environment (collectivesrun does) [M18]"
             )

@@ -152,7 +152,7 @@ class Tuning:
             )
         else:
             why = "the steps moved no bytes"
-        logger.warning("autotune: nothing was sampled: %s; settings stay as they were: %s", why, self.settings)
+        logger.warning("autotune: nothing was sampled: %s; settings stay as they were: %s [U18]", why, self.settings)
 
     def _apply(self, settings: TunedSettings) -> None:
         self.settings = settings
@@ -179,5 +179,5 @@ def _writable(path: str) -> str:
             with open(path, "a"):
                 return path
         except OSError as error:
-            logger.warning("autotune: the log cannot be written: %s", error)
+            logger.warning("autotune: the log cannot be written: %s [U19]", error)
     return ""

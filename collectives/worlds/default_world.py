@@ -67,7 +67,7 @@ class DefaultWorld:
                     f"init: rank={asked.rank}, size={asked.size}: this process is rank {rank} of {size} already, and a "
                     "process is one rank, whatever its threads: start each rank in a process of its own (under Dask: "
                     "workers with one thread each, and one task for each worker), or call shutdown() first; "
-                    "collectives.local_world has ranks that are threads of one process"
+                    "collectives.local_world has ranks that are threads of one process [W25]"
                 )
         try:
             yield

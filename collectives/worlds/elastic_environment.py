@@ -23,7 +23,7 @@ def job() -> Job | None:
     try:
         is_elastic = parse_bool(text)
     except ValueError:
-        raise InvalidArgumentError(f"COLLECTIVES_ELASTIC={text!r}: expected {parse_bool.__doc__}") from None
+        raise InvalidArgumentError(f"COLLECTIVES_ELASTIC={text!r}: expected {parse_bool.__doc__} [E12]") from None
     number = os.environ.get(MEMBER, "")
     if not number:
         if not is_elastic:
@@ -40,6 +40,6 @@ def job() -> Job | None:
     if key is None:
         raise InvalidArgumentError(
             f"{MEMBER}={number!r}: expected a number, and with it COLLECTIVES_RENDEZVOUS and COLLECTIVES_KEY, which "
-            "collectivesrun --min-np sets for the processes that it starts"
+            "collectivesrun --min-np sets for the processes that it starts [E13]"
         )
     return Job(member, host, port, key, timeout)

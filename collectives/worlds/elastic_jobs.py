@@ -144,7 +144,7 @@ class Job:
                 logger.info("member %d: stops: %s", self.member, answer["stop"])
                 raise SystemExit(0)
             if "give_up" in answer:
-                raise RankFailedError(f"member {self.member}: the job cannot go on: {answer['give_up']}")
+                raise RankFailedError(f"member {self.member}: the job cannot go on: {answer['give_up']} [E9]")
             self.generation, self.expected = int(answer["generation"]), None
             self.members, self.born = tuple(answer["members"]), tuple(answer["born"])
             store = _StoreOfGeneration(self._make_store(), self)
@@ -184,14 +184,14 @@ class Job:
                 if bounded and time.monotonic() > end:
                     raise CollectiveTimeoutError(
                         f"member {self.member}: waited {self._timeout + BEYOND:g} s for {self._DRIVER} to say "
-                        f"which generation follows generation {self.generation}; {self._SETTING}"
+                        f"which generation follows generation {self.generation}; {self._SETTING} [E19]"
                     ) from None
 
     def look_at(self, generation: int) -> None:
         """Raise RankFailedError if a notice has said that this generation is over."""
         over, why = self._over
         if over == generation:
-            raise RankFailedError(f"member {self.member}: generation {generation} has ended: {why}")
+            raise RankFailedError(f"member {self.member}: generation {generation} has ended: {why} [E20]")
 
     def watch(self) -> None:
         """Begin to listen for notices, and for events where the program wants them, and go on as long as a driver

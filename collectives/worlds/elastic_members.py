@@ -131,7 +131,7 @@ class MemberJob(Job):
         except OSError as error:
             raise TransportError(
                 f"{'a newcomer' if rank is None else f'rank {rank}'}: waited {within:g} s for {awaited}: {error}; set "
-                "COLLECTIVES_RENDEZVOUS to a name or address of rank 0's host, alike on all members"
+                "COLLECTIVES_RENDEZVOUS to a name or address of rank 0's host, alike on all members [E23]"
             ) from None
         if self._settings.rank == 0 and self._server is None and not self._is_served():
             where = network.joined(host, port)
@@ -141,7 +141,7 @@ class MemberJob(Job):
                 if error.errno != errno.EADDRINUSE:
                     raise TransportError(
                         f"rank 0: cannot serve a store at {where}: {error}; name a free port of this host with "
-                        f"COLLECTIVES_RENDEZVOUS=tcp://{host}:port on all ranks"
+                        f"COLLECTIVES_RENDEZVOUS=tcp://{host}:port on all ranks [E24]"
                     ) from None
             else:
                 if not self._is_served():
@@ -149,7 +149,7 @@ class MemberJob(Job):
                     self._server = None
                     raise TransportError(
                         f"rank 0: {socket.gethostname()} does not reach itself at {where}: rank 0 must run on the host "
-                        "that COLLECTIVES_RENDEZVOUS names"
+                        "that COLLECTIVES_RENDEZVOUS names [E25]"
                     )
                 self._announced = self._rendezvous
                 self._owner = self._make_owner()
@@ -234,7 +234,7 @@ class MemberJob(Job):
             self._knock(self._store)
             return
         if "refused" in welcome:
-            raise InvalidArgumentError(f"rank {settings.rank}: cannot join the elastic job: {welcome['refused']}")
+            raise InvalidArgumentError(f"rank {settings.rank}: cannot join the elastic job: {welcome['refused']} [E26]")
         with self._lock:
             self.member, self._said = welcome["member"], 0
 
@@ -249,7 +249,7 @@ class MemberJob(Job):
                     raise CollectiveTimeoutError(
                         f"waited {self._timeout + BEYOND:g} s to be let into the elastic job at "
                         f"{network.joined(*store.address)}: it has no generation; see what its first ranks have "
-                        f"logged, or raise {TIMEOUT}"
+                        f"logged, or raise {TIMEOUT} [E27]"
                     ) from None
 
     # ---- what is said
@@ -347,9 +347,11 @@ class MemberJob(Job):
         owner = self._make_owner()
         owner.resume(roll, dead)
         where = f"tcp://{network.joined(*self._announced)}"
-        logger.warning("elastic job: member %d serves the store from now on, at %s", self.member, where)
+        logger.warning("elastic job: member %d serves the store from now on, at %s [E28]", self.member, where)
         if not self._listens_at_rendezvous():
-            logger.warning("elastic job: newcomers need COLLECTIVES_RENDEZVOUS=%s, or rank 0 started again", where)
+            logger.warning(
+                "elastic job: newcomers need COLLECTIVES_RENDEZVOUS=%s, or rank 0 started again [E29]", where
+            )
             threading.Thread(target=self._send_here, name="collectives-moved", daemon=True).start()
         self._owner = owner
         self._meet_at(*self._announced)
@@ -386,7 +388,7 @@ class MemberJob(Job):
             if self._lost:
                 raise TransportError(
                     f"member {self.member}: no member of generation {self.generation} serves the elastic job's store: "
-                    f"the job has ended, or all others have died ({self._lost})"
+                    f"the job has ended, or all others have died ({self._lost}) [E30]"
                 ) from error
             backoff.nap(_LONGEST_NAP)
 
@@ -410,23 +412,23 @@ def from_environment(environment: Mapping[str, str]) -> Job:
     except ValueError:
         raise InvalidArgumentError(
             "COLLECTIVES_ELASTIC is set: expected also COLLECTIVES_RENDEZVOUS=tcp://host:port, with the host of rank 0 "
-            f"and a port that is free there, and got {environment.get('COLLECTIVES_RENDEZVOUS', '')!r}"
+            f"and a port that is free there, and got {environment.get('COLLECTIVES_RENDEZVOUS', '')!r} [E14]"
         ) from None
     key, key_file = job_key.from_environment(environment), ""
     if key is None:
         key, key_file = job_key.of_user(environment, f"tcp port {port}"), str(job_key.path_of_user(environment))
     quorum = environment.get(QUORUM, "majority")
     if quorum not in ("majority", "any"):
-        raise InvalidArgumentError(f'{QUORUM}={quorum!r}: expected "majority" or "any"')
+        raise InvalidArgumentError(f'{QUORUM}={quorum!r}: expected "majority" or "any" [E15]')
     smallest, largest = _number(environment, SMALLEST), _number(environment, LARGEST)
     rank, size = _rank_and_size(environment)
     timeout = environment.get(TIMEOUT, "")
     try:
         seconds = float(timeout or DEFAULT_TIMEOUT)
     except ValueError:
-        raise InvalidArgumentError(f"{TIMEOUT}={timeout!r}: expected seconds") from None
+        raise InvalidArgumentError(f"{TIMEOUT}={timeout!r}: expected seconds [E16]") from None
     if largest is not None and largest < (smallest or 1):
-        raise InvalidArgumentError(f"{LARGEST}={largest}: expected at least {SMALLEST}={smallest or 1}")
+        raise InvalidArgumentError(f"{LARGEST}={largest}: expected at least {SMALLEST}={smallest or 1} [E17]")
     return MemberJob(
         host, port, key, Settings(rank, size, smallest or 1, largest, quorum == "majority", seconds, key_file)
     )
@@ -435,7 +437,7 @@ def from_environment(environment: Mapping[str, str]) -> Job:
 def _number(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name, "").strip()
     if text and not (text.isdecimal() and int(text)):
-        raise InvalidArgumentError(f"{name}={text!r}: expected a number of ranks")
+        raise InvalidArgumentError(f"{name}={text!r}: expected a number of ranks [E18]")
     return int(text) if text else None
 
 

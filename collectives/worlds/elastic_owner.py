@@ -147,7 +147,7 @@ class Owner:
     def _send_to(self, address: Sequence[Any]) -> None:
         """Send who has come to the address where the job goes on."""
         if not self._moved:
-            logger.warning("elastic job: it goes on at %s: joining it there", address)
+            logger.warning("elastic job: it goes on at %s: joining it there [E31]", address)
         self._moved = {"moved": address}
         for token, _ in self._early:
             self._set(f"elastic/welcome/{token}", self._moved)
@@ -204,9 +204,9 @@ class Owner:
         for member in list(self._silence):
             self._silence[member] += seconds
             if member in self._closed and self._silence[member] > _MISSED:
-                self._lose(member, "has closed its connection to the store, and does not beat any more", now)
+                self._lose(member, "has closed its connection to the store, and does not beat any more [E21]", now)
             elif self._silence[member] > self._lease:
-                self._lose(member, f"has been silent for {self._lease:g} s (COLLECTIVES_PEER_TIMEOUT)", now)
+                self._lose(member, f"has been silent for {self._lease:g} s (COLLECTIVES_PEER_TIMEOUT) [E22]", now)
 
     def _lose(self, number: int, why: str, now: float) -> None:
         """Take note that a member has died, or has ended."""

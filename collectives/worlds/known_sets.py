@@ -43,22 +43,24 @@ class KnownSets:
             InvalidArgumentError: there is none.
         """
         if number not in self._sets:
-            raise InvalidArgumentError(f"process_set: there is no process set {number}; known are {sorted(self._sets)}")
+            raise InvalidArgumentError(
+                f"process_set: there is no process set {number}; known are {sorted(self._sets)} [W45]"
+            )
         return self._sets[number]
 
     def add(self, members: ProcessSet, root: World, unlike: bool) -> None:
         """Make a set and number it; see `collectives.add_process_set`, also for what it raises."""
         try:
             if members.process_set_id is not None:
-                raise InvalidArgumentError(f"{members} was added already")
+                raise InvalidArgumentError(f"{members} was added already [W46]")
             if members.ranks is None and members.mpi_comm is not None:
                 raise NotImplementedError(
-                    f"{members}: give init() the sets that are made of communicators, or name the ranks"
+                    f"{members}: give init() the sets that are made of communicators, or name the ranks [W47]"
                 )
             ranks = members.ranks if members.ranks is not None else list(range(root.size))
             number = self._number_of(ranks) if unlike else None
             if number is not None:
-                raise InvalidArgumentError(f"{members} is a duplicate: process set {number} has the same ranks")
+                raise InvalidArgumentError(f"{members} is a duplicate: process set {number} has the same ranks [W48]")
         except (InvalidTypeError, InvalidArgumentError, NotImplementedError) as error:
             raise root.refused(error, None) from None
         self._make(members, root, ranks)
@@ -109,7 +111,7 @@ class KnownSets:
                 self._also.append(members)
             seen.add(number)
         if refused:
-            raise InvalidArgumentError(f"rank {root.rank}: init: {'; '.join(refused)}")
+            raise InvalidArgumentError(f"rank {root.rank}: init: {'; '.join(refused)} [W49]")
 
     def remove(self, members: ProcessSet, root: World) -> bool:
         """Shut a set down, and free its number; see `collectives.remove_process_set`, also for what it raises."""
@@ -185,7 +187,7 @@ def _ranks_of(members: ProcessSet, comm: MPI.Intracomm | Sequence[int] | None) -
     translated = group.Translate_ranks(list(range(group.Get_size())), all_ranks)
     if MPI.UNDEFINED in translated:
         raise InvalidArgumentError(
-            f"process_sets: the communicator {members.mpi_comm!r} has ranks that do not take part in this init()"
+            f"process_sets: the communicator {members.mpi_comm!r} has ranks that do not take part in this init() [W50]"
         )
     return tuple(sorted(translated))
 
@@ -208,7 +210,7 @@ def _agreed(root: World, own_sets: Sequence[tuple[Ranks, bool]]) -> list[Ranks]:
             )
             raise MismatchError(
                 f"rank {root.ranks[root.rank]}: init: process_sets[{place}] is not the same on every rank: {answers}; "
-                f"every rank must give the same ranks, or communicators"
+                f"every rank must give the same ranks, or communicators [M20]"
             )
         agreed_sets |= dict.fromkeys(each[0] for each in at_place if each is not None)
     return list(agreed_sets)

@@ -64,7 +64,7 @@ class _Rank(DefaultWorld):
     def as_one_rank(self, asked: Any) -> Iterator[None]:
         if self.world is None:
             raise NotInitializedError(
-                "init(): this rank has left its local world, which cannot be entered again; leave shutdown() out"
+                "init(): this rank has left its local world, which cannot be entered again; leave shutdown() out [W12]"
             )
         with super().as_one_rank(asked):
             yield
@@ -79,7 +79,7 @@ def _own_rank() -> _Rank:
         raise NotInitializedError(
             f"thread {threading.current_thread().name!r} belongs to no rank of the local world: call collectives in "
             "the function that run() is given. A thread that this function starts belongs to its rank if it runs in a "
-            "copy of the context: Thread(target=contextvars.copy_context().run, args=(function,))"
+            "copy of the context: Thread(target=contextvars.copy_context().run, args=(function,)) [W13]"
         )
     return rank
 
@@ -131,10 +131,10 @@ def as_rank(number: int) -> Iterator[None]:
     if own is not None and own.number != number:
         raise InvalidArgumentError(
             f"this was made by another rank of the local world, and is used by rank {own.rank}: make one "
-            "on every rank, in the function that run() is given"
+            "on every rank, in the function that run() is given [W14]"
         )
     if rank is None:
-        raise NotInitializedError("this was made by a rank of a local world that has ended: make it again")
+        raise NotInitializedError("this was made by a rank of a local world that has ended: make it again [W15]")
     token = _rank_of_thread.set(rank)
     try:
         yield
@@ -190,18 +190,18 @@ def local_world(size: int) -> Iterator[LocalWorld]:
     try:
         size = int(size.__index__())
     except AttributeError:
-        raise InvalidTypeError(f"local_world: size: expected a number of ranks, got {size!r}") from None
+        raise InvalidTypeError(f"local_world: size: expected a number of ranks, got {size!r} [W16]") from None
     if size < 1:
-        raise InvalidArgumentError(f"local_world: size: expected at least 1 rank, got {size}")
+        raise InvalidArgumentError(f"local_world: size: expected at least 1 rank, got {size} [W17]")
     with _changing:
         if type(default) is not DefaultWorld:
             raise InvalidArgumentError(
-                "local_world: this process has a local world already: leave its `with` block first"
+                "local_world: this process has a local world already: leave its `with` block first [W18]"
             )
         if default.world is not None or default.joining:
             raise InvalidArgumentError(
                 "local_world: init() has made this process a rank: call shutdown() first, and leave init() to the "
-                "function that run() is given"
+                "function that run() is given [W19]"
             )
         world = LocalWorld(size)
         logging.configure(world.config.log_level)
@@ -252,10 +252,10 @@ class LocalWorld:
         """
         with _changing:
             if type(default) is DefaultWorld:
-                raise InvalidArgumentError("run: the local world has ended: call it within the `with` block")
+                raise InvalidArgumentError("run: the local world has ended: call it within the `with` block [W20]")
             running = [thread.name for thread in self._threads if thread.is_alive()]
             if running:
-                raise InvalidArgumentError(f"run: an earlier run has not ended: {', '.join(running)}")
+                raise InvalidArgumentError(f"run: an earlier run has not ended: {', '.join(running)} [W21]")
             groups = thread_groups.connect(self.size, timeout=self.config.timeout)
             worlds = [World(group, self.config) for group in groups]
             run = _Run(function, [_Rank(*each) for each in zip(self._numbers, worlds, strict=True)])
@@ -286,7 +286,7 @@ class _Run(Generic[Returned]):
                 thread.start()
             self._wait()
             if self._running and not self._errors:
-                raise CollectiveTimeoutError(f"run: {self._unfinished()} within {timeout:g} s")
+                raise CollectiveTimeoutError(f"run: {self._unfinished()} within {timeout:g} s [W22]")
         except BaseException as error:
             for rank in self._ranks:
                 rank.own_world.fail(f"the run was ended: {in_words(rank.rank, error)}")
@@ -296,7 +296,7 @@ class _Run(Generic[Returned]):
         if self._errors:
             failed, first = self._errors[0]
             since = f" ({self._unfinished()} since)" if self._running else ""
-            text = f"rank {failed} of the local world raised {in_words(failed, first)}{since}"
+            text = f"rank {failed} of the local world raised {in_words(failed, first)}{since} [W23]"
             raise RankFailedError(text) from first
         return [self._returned[rank.rank] for rank in self._ranks]
 

@@ -114,7 +114,7 @@ def _host_memory(tensor: Any, argument: str) -> npt.NDArray[Any]:
     memory = arrays.host_memory(tensor, argument)
     if memory is None:
         raise InvalidTypeError(
-            f"{argument}: expected a tensor in host memory, got a {detection.describe(tensor)} on a GPU"
+            f"{argument}: expected a tensor in host memory, got a {detection.describe(tensor)} on a GPU [T45]"
         )
     return memory
 
@@ -123,14 +123,14 @@ def _dimensions(shape: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ..
     try:
         sizes = tuple(size.__index__() for size in (shape if isinstance(shape, Sequence) else (shape,)))
     except (AttributeError, TypeError):
-        raise InvalidTypeError(f"shape: expected an int or a sequence of ints, got {shape!r}") from None
+        raise InvalidTypeError(f"shape: expected an int or a sequence of ints, got {shape!r} [A40]") from None
     if any(size < 0 for size in sizes):
-        raise InvalidArgumentError(f"shape: expected dimensions of 0 or more, got {shape!r}")
+        raise InvalidArgumentError(f"shape: expected dimensions of 0 or more, got {shape!r} [A41]")
     return sizes
 
 
 def _plain(dtype: npt.DTypeLike) -> np.dtype[Any]:
     kind = np.dtype(dtype)
     if kind.hasobject:
-        raise InvalidTypeError(f"dtype: expected numbers or bytes, got {kind}: peers cannot use Python objects")
+        raise InvalidTypeError(f"dtype: expected numbers or bytes, got {kind}: peers cannot use Python objects [A42]")
     return kind

@@ -340,7 +340,7 @@ class Messages:
             for name in ("like", "shape", "dtype"):
                 if options.get(name) is not None:
                     raise InvalidArgumentError(
-                        f"{name}: expected None where a tensor is given, got {options.get(name)!r}"
+                        f"{name}: expected None where a tensor is given, got {options.get(name)!r} [A43]"
                     )
             view = arrays.view(tensor, writable=True, stream=options.get("stream"))
         except CollectivesError as error:
@@ -441,7 +441,7 @@ def _shape(shape: Any) -> tuple[int, ...] | None:
     try:
         sizes = tuple(int(size.__index__()) for size in ((shape,) if hasattr(shape, "__index__") else shape))
     except (TypeError, AttributeError):
-        raise InvalidTypeError(f"shape: expected non-negative integers, got {shape!r}") from None
+        raise InvalidTypeError(f"shape: expected non-negative integers, got {shape!r} [A44]") from None
     if any(size < 0 for size in sizes):
-        raise InvalidArgumentError(f"shape: expected non-negative integers, got {shape!r}")
+        raise InvalidArgumentError(f"shape: expected non-negative integers, got {shape!r} [A45]")
     return sizes

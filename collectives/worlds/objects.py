@@ -94,7 +94,7 @@ class Objects:
             ranks = self._operations.ranks
             raise TransportError(
                 f"rank {ranks[self._operations.rank]}: an object of rank {ranks[rank]} ({name or 'without a name'}) is "
-                "not what that rank has signed: something between the hosts has changed it; it was not unpickled"
+                "not what that rank has signed: something between the hosts has changed it; it was not unpickled [N10]"
             )
         return data
 
@@ -103,7 +103,7 @@ class Objects:
             try:
                 return _dumps(value)
             except Exception as error:
-                text = f"object: {type(value).__name__} cannot be pickled: {error}"
+                text = f"object: {type(value).__name__} cannot be pickled: {error} [W63]"
                 raise self._operations.refused(InvalidTypeError(text), name and f"{name}.length") from error
 
 

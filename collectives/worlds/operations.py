@@ -417,5 +417,7 @@ def _needs_handle(tensor: Any, options: ReduceOptions) -> bool:
 
 def _a_handle(handle: Any) -> Handle:
     if not isinstance(handle, Handle):
-        raise InvalidTypeError(f"handle: expected what an asynchronous operation returned, got {type(handle).__name__}")
+        raise InvalidTypeError(
+            f"handle: expected what an asynchronous operation returned, got {type(handle).__name__} [A46]"
+        )
     return handle

@@ -93,7 +93,7 @@ class PersistentOperation(ABC, Generic[Result]):
             InvalidArgumentError: it is started; wait for it first.
         """
         if self._in_use:
-            raise InvalidArgumentError(f"{self._says()} is in flight and cannot be freed; wait for it first")
+            raise InvalidArgumentError(f"{self._says()} is in flight and cannot be freed; wait for it first [W33]")
         if not self._freed:
             self._freed = True
             self._let_go()
@@ -111,7 +111,7 @@ class PersistentOperation(ABC, Generic[Result]):
                 self._let_go()
 
     def __reduce__(self) -> str:
-        raise TypeError("a persistent operation cannot be copied or pickled: it is bound to its tensors")
+        raise TypeError("a persistent operation cannot be copied or pickled: it is bound to its tensors [W34]")
 
     def __del__(self) -> None:
         # The engine keeps the plans of operations that it has carried out, and they keep the tensors.
@@ -133,19 +133,19 @@ class PersistentOperation(ABC, Generic[Result]):
 
     def _in_flight(self, what: str) -> Handle[Result]:
         if self._started is None:
-            raise InvalidArgumentError(f"{self._says()} was {what} but is not started; call start() first")
+            raise InvalidArgumentError(f"{self._says()} was {what} but is not started; call start() first [W35]")
         return self._started
 
     def _refusal(self) -> Exception:
         """Tell the other ranks that this one cannot start. Returns the error to raise."""
         if self._freed:
-            why = "was freed and cannot be started; make it anew, on every rank"
+            why = "was freed and cannot be started; make it anew, on every rank [W36]"
         elif self._in_use:
-            why = "is in flight already and cannot be started; wait for it first"
+            why = "is in flight already and cannot be started; wait for it first [W37]"
         else:
             why = (
                 "cannot be started: a tensor has other memory or another layout than when it was made, as by "
-                "torch's set_ or .data; free it and make it anew, on every rank"
+                "torch's set_ or .data; free it and make it anew, on every rank [W38]"
             )
         error = InvalidArgumentError(f"{self._title} {why}")
         return self._operations.refused(error, self._entry.name)

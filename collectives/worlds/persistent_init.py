@@ -212,7 +212,7 @@ class PersistentInit:
         problems = [of_rank(self._operations.ranks[peer], text) for peer, (text, _) in enumerate(stated) if text]
         if problems:
             raise TransportError(
-                f"rank {self._name}: {template.entry.request.describe()} cannot be made persistent: {problems[0]}"
+                f"rank {self._name}: {template.entry.request.describe()} cannot be made persistent: {problems[0]} [W39]"
             )
         words = [[rank_words[at] for _, rank_words in stated] for at in range(len(parts))]
         binding = Bound(context, template, number, result, words, rows, lambda: self._engine.threshold)
@@ -232,7 +232,7 @@ class PersistentInit:
             if handle.entry.request != request or [tuple(part.rows) for part in handle.members or (handle,)] != rows:
                 raise InvalidArgumentError(
                     f"{binding.entry.request.describe()} cannot be started: its tensors are now those of "
-                    f"{handle.entry.request.describe()}; free it and make it anew, on every rank"
+                    f"{handle.entry.request.describe()}; free it and make it anew, on every rank [W40]"
                 )
             handle.entry = binding.entry
             return handle
@@ -281,11 +281,15 @@ def _output(tensor: Any, out: Any) -> Array:
     """The memory of ``out`` as an array for the result of a tensor's all-reduce."""
     expected, actual = arrays.view(tensor), arrays.view(out, argument="out", writable=True)
     if not (isinstance(expected, arrays.View) and isinstance(actual, arrays.View)):
-        raise InvalidArgumentError("out: expected None for a tensor on a GPU, whose all-reduce is persistent in place")
+        raise InvalidArgumentError(
+            "out: expected None for a tensor on a GPU, whose all-reduce is persistent in place [W41]"
+        )
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype) or actual.copied:
         raise InvalidArgumentError(
-            f"out: expected contiguous memory of shape {expected.shape} and dtype {expected.dtype}, got {actual}"
+            f"out: expected contiguous memory of shape {expected.shape} and dtype {expected.dtype}, got {actual} [W42]"
         )
     if np.may_share_memory(actual.array, expected.array):
-        raise InvalidArgumentError("out: shares memory with the tensor; leave it out to reduce the tensor in place")
+        raise InvalidArgumentError(
+            "out: shares memory with the tensor; leave it out to reduce the tensor in place [W43]"
+        )
     return actual.array.reshape(actual.shape)

@@ -41,7 +41,7 @@ class ProcessSet:
                 self._ranks = tuple(sorted(int(rank.__index__()) for rank in ranks_or_comm))  # type: ignore[union-attr]
         except (TypeError, AttributeError):
             raise InvalidTypeError(
-                f"ranks: expected a sequence of ranks or an mpi4py communicator, got {ranks_or_comm!r}"
+                f"ranks: expected a sequence of ranks or an mpi4py communicator, got {ranks_or_comm!r} [W51]"
             ) from None
         self.process_set_id: int | None = None
         self._root: World | None = None
@@ -84,7 +84,7 @@ class ProcessSet:
             assert self._root is not None
             raise InvalidArgumentError(
                 f"process_set: rank {self._root.rank} is not in {self}; only its ranks may call operations on it "
-                f"(see included())"
+                f"(see included()) [W52]"
             )
         return self._world
 
@@ -100,7 +100,7 @@ class ProcessSet:
         number = int(rank.__index__())
         if number not in self._ranks:
             raise InvalidArgumentError(
-                f"{argument}: expected a rank of {self}, got {number}; ranks are those of the whole world"
+                f"{argument}: expected a rank of {self}, got {number}; ranks are those of the whole world [A20]"
             )
         return self._ranks.index(number)
 
@@ -122,7 +122,7 @@ class ProcessSet:
 
     def _check(self) -> None:
         if self._root is None:
-            raise NotInitializedError(f"{self}: call init() and add_process_set() on every rank first")
+            raise NotInitializedError(f"{self}: call init() and add_process_set() on every rank first [W3]")
 
     def __deepcopy__(self, memo: object) -> ProcessSet:
         """The set itself: a copy of a module or an optimizer communicates with the same ranks."""

@@ -87,7 +87,7 @@ def init(
     asked = check_asked(comm, rendezvous, store, rank, size)
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
-            raise InvalidArgumentError(f'process_sets: expected process sets or "dynamic", got {process_sets!r}')
+            raise InvalidArgumentError(f'process_sets: expected process sets or "dynamic", got {process_sets!r} [S19]')
         process_sets = ()
     sets = [members if isinstance(members, ProcessSet) else ProcessSet(members) for members in process_sets or ()]
     with interrupts.deferred(), default.as_one_rank(asked), default.held():
@@ -96,7 +96,7 @@ def init(
             return
         if default.joining:
             raise InvalidArgumentError(
-                "init() was called within init(), from a signal handler; let it set a flag, and call init() later"
+                "init() was called within init(), from a signal handler; let it set a flag, and call init() later [W26]"
             )
         connect.check_place(asked)
         if comm is None and not asked.explicit:
@@ -208,7 +208,7 @@ def world() -> World:
     if current is None:
         again = "was shut down; call collectives.init() again"
         when = again if default.was_shut_down else "has not been initialized; call collectives.init()"
-        raise NotInitializedError(f"collectives {when} on every rank before any other function")
+        raise NotInitializedError(f"collectives {when} on every rank before any other function [W4]")
     return current
 
 
@@ -285,7 +285,7 @@ def world_of(process_set: ProcessSetLike | int | None) -> World:
         return process_set.world()
     if isinstance(process_set, int) and not isinstance(process_set, bool):
         return process_set_of(process_set).world()
-    raise InvalidTypeError(f"process_set: expected a ProcessSet, got {process_set!r}")
+    raise InvalidTypeError(f"process_set: expected a ProcessSet, got {process_set!r} [W53]")
 
 
 def communicates(process_set: ProcessSet) -> bool:

@@ -57,7 +57,7 @@ def run(
     """
     if np is not None and num_proc is not None and np != num_proc:
         raise InvalidArgumentError(
-            f"run: np={np} and num_proc={num_proc} are two names of the number of ranks; give one"
+            f"run: np={np} and num_proc={num_proc} are two names of the number of ranks; give one [L80]"
         )
     elastic = {"min_np": min_np, "max_np": max_np, "host_discovery_script": host_discovery_script}
     elastic = {name: value for name, value in elastic.items() if value is not None}

@@ -210,10 +210,12 @@ class World(_Parts):
             chosen = tuple(sorted(int(rank.__index__()) for rank in ranks))
             if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen):
                 raise InvalidArgumentError(
-                    f"ranks: expected different ranks from 0 to {self.size - 1}, got {list(ranks)}"
+                    f"ranks: expected different ranks from 0 to {self.size - 1}, got {list(ranks)} [W54]"
                 )
         except AttributeError:
-            raise self.refused(InvalidTypeError(f"ranks: expected a sequence of ranks, got {ranks!r}"), None) from None
+            raise self.refused(
+                InvalidTypeError(f"ranks: expected a sequence of ranks, got {ranks!r} [W55]"), None
+            ) from None
         except InvalidArgumentError as error:
             raise self.refused(error, None) from None
 
@@ -233,7 +235,7 @@ class World(_Parts):
                     group.control.leave()
                     group.close()
                 raise TransportError(
-                    f"rank {self.ranks[self.rank]}: the process set {list(chosen)} cannot be made: {problem}"
+                    f"rank {self.ranks[self.rank]}: the process set {list(chosen)} cannot be made: {problem} [W56]"
                 )
             return child
 
@@ -283,7 +285,8 @@ class World(_Parts):
         unknown = start.keys() - TunedSettings.__dataclass_fields__.keys()
         if unknown:
             text = (
-                f"tune: expected settings among {', '.join(TunedSettings.__dataclass_fields__)}; got {sorted(unknown)}"
+                f"tune: expected settings among {', '.join(TunedSettings.__dataclass_fields__)}; got {sorted(unknown)} "
+                "[W59]"
             )
             raise self.refused(InvalidArgumentError(text), None)
         # Settings decide the plans: ranks with different ones would move different bytes.
@@ -296,7 +299,7 @@ class World(_Parts):
         try:
             name = os.fspath(path)
         except TypeError as error:
-            raise self.refused(InvalidTypeError(f"path: {error}"), None) from None
+            raise self.refused(InvalidTypeError(f"path: {error} [W60]"), None) from None
 
         self.operations.meet("start_timeline", lambda _: self._open_timeline(name, mark_cycles, goes_on))
 
@@ -340,7 +343,7 @@ class World(_Parts):
         if problem:
             if recorder is not None:
                 recorder.close()
-            raise InvalidArgumentError(f"the timeline cannot be begun: {problem}")
+            raise InvalidArgumentError(f"the timeline cannot be begun: {problem} [W61]")
         self._recorder = recorder
         for world in (self, *self._children):
             world._context.timeline = recorder
@@ -426,7 +429,7 @@ class World(_Parts):
     def fail(self, text: str) -> None:
         """Tell the other ranks that this one is about to end; their waits raise a RankFailedError with ``text``."""
         rank = self.ranks[self.rank]
-        self._engine.refuse_calls(lambda: RankFailedError(f"rank {rank}: this world has failed:\n{text}"))
+        self._engine.refuse_calls(lambda: RankFailedError(f"rank {rank}: this world has failed [R4]:\n{text}"))
         self._control.fail(text)
         for child in self._children:
             child.fail(text)
@@ -461,7 +464,8 @@ class World(_Parts):
         self._engine.after_fork(
             lambda: ForkedProcessError(
                 f"rank {rank}: a collective was called in a process forked from rank {rank} (process {parent}); "
-                f"only the process that called init() may communicate: use spawn, or keep collectives out of the child"
+                "only the process that called init() may communicate: use spawn, or keep collectives out of the child "
+                "[W7]"
             )
         )
 
@@ -478,7 +482,7 @@ class _ShutDown:
         self._rank = rank
 
     def __call__(self) -> CollectivesError:
-        return NotInitializedError(f"rank {self._rank}: this world was shut down; call collectives.init() again")
+        return NotInitializedError(f"rank {self._rank}: this world was shut down; call collectives.init() again [W5]")
 
 
 _worlds: list[weakref.ref[World]] = []

@@ -62,7 +62,7 @@ def test_workers_are_ranks_of_one_job_after_the_other(client: Any) -> None:
 
 
 def test_a_rank_that_raises_ends_the_call(client: Any) -> None:
-    with pytest.raises(RankFailedError, match=r"rank 1 on .* failed: ValueError: as asked\nTraceback"):
+    with pytest.raises(RankFailedError, match=r"rank 1 on .* failed: ValueError: as asked \[L7\]\nTraceback"):
         collectives.dask.run(client, meet, (1, "raise"))
     assert len(collectives.dask.run(client, meet)) == 3
 

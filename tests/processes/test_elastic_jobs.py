@@ -185,7 +185,7 @@ def test_too_many_resets(tmp_path: Path) -> None:
     job = run(tmp_path, {1: "raise 1", 2: "kill 2"}, *options, expect=137)
     assert job.generations == [[0, 1, 2], [0, 2]]
     assert "number of resets during elastic job exceeded limit: 1" in job.output
-    assert job.output.rstrip().endswith(f"rank 2 on {os.uname().nodename} was killed by signal 9 (SIGKILL)")
+    assert job.output.rstrip().endswith(f"rank 2 on {os.uname().nodename} was killed by signal 9 (SIGKILL) [L8]")
 
 
 def test_a_member_that_leaves_is_no_success(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_member_that_does_not_answer_is_killed_with_its_children(tmp_path: Pat
 def test_a_stopped_member_that_nobody_misses_is_killed(tmp_path: Path) -> None:
     plan = {1: "freeze 1", 2: "finish"}
     job = run(tmp_path, plan, "-np", "2", "--min-np", "1", env={"COLLECTIVES_PEER_TIMEOUT": "1"})
-    assert job.generations == [[0, 1], [0]] and "rank 1 is killed: it was stopped for 1 s\n" in job.output
+    assert job.generations == [[0, 1], [0]] and "rank 1 is killed: it was stopped for 1 s [L2]\n" in job.output
 
 
 def test_horovods_variables(tmp_path: Path) -> None:
@@ -329,7 +329,8 @@ if __name__ == "__main__":
 """)
     result = run_command([sys.executable, str(program)], timeout=60)
     assert (
-        "\nresults [(0, '1'), (1, '2'" in f"\n{result.output}" and "ended with exit code 1: Traceback" in result.output
+        "\nresults [(0, '1'), (1, '2'" in f"\n{result.output}"
+        and "ended with exit code 1 [L5]: Traceback" in result.output
     )
 
 

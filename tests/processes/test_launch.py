@@ -57,7 +57,7 @@ def collectivesrun(mpi: str, folder: Path, program: str, *options: str, n: int =
     [
         ("def deep():\n    raise ValueError('no good')\ndeep()", 1, "ValueError: no good"),
         ("print('out of data', file=sys.stderr)\nsys.exit(3)", 3, "out of data"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 on {host} was killed by signal 9 (SIGKILL)"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 on {host} was killed by signal 9 (SIGKILL) [L8]"),
     ],
 )
 def test_a_failure_ends_the_job_and_is_shown_last(mpi: str, failure: str, code: int, last: str, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_the_rank_that_failed_first_is_named_from_another_host(mpi: str, hosts: 
     environment = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
     command = hosts.on("host1", str(python), "-m", "collectives", "-H", "host1:2,host2:2", str(python), "-c", program)
     shown = run_command(command, timeout=60, expect=1, env=environment).output
-    assert "collectivesrun: rank 3 on host2 failed with exit code 1:" in shown and shown.rstrip().endswith(
+    assert "collectivesrun: rank 3 on host2 failed with exit code 1 [L9]:" in shown and shown.rstrip().endswith(
         "ValueError: no good"
     ), shown
     assert shown.count("Traceback") == 1 and "failed ranks 0, 1, 2 (" in shown, shown

@@ -87,7 +87,7 @@ def all_end(processes: Sequence[psutil.Process]) -> bool:
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
             137,
-            f"rank 1 on {os.uname().nodename} was killed by signal 9 (SIGKILL)",
+            f"rank 1 on {os.uname().nodename} was killed by signal 9 (SIGKILL) [L8]",
         ),
     ],
 )
@@ -257,7 +257,7 @@ def test_a_batch_system_starts_ranks_on_its_other_host(program: str, hosts: Clus
 def test_a_failure_on_another_host_is_shown_last(hosts: Cluster, tmp_path: Path) -> None:
     program = script(tmp_path, f"{WAITING}if rank == 3:\n    raise ValueError('no good')\n{FOREVER}")
     shown = across(hosts, "host2", *program, expect=1).output
-    assert "collectivesrun: rank 3 on host2 failed with exit code 1:\n" in shown
+    assert "collectivesrun: rank 3 on host2 failed with exit code 1 [L9]:\n" in shown
     assert shown.rstrip().endswith("ValueError: no good") and shown.count("Traceback") == 1
 
 

@@ -98,7 +98,7 @@ def test_a_rank_that_raises_ends_the_cell_and_no_more(ranks: Kernel) -> None:
     shown = ranks.run(
         "%%collectives\nif collectives.rank() == 1:\n    raise ValueError('as asked')\ncollectives.barrier()"
     )
-    assert shown.error == "RankFailedError: %%collectives: rank 1 (and ranks 0): ValueError: as asked"
+    assert shown.error == "RankFailedError: %%collectives: rank 1 (and ranks 0): ValueError: as asked [L11]"
     assert "ValueError: as asked" in shown.lines
     assert any(line.endswith("line 2, in <module>") for line in shown.lines)
     assert ranks.run("%%collectives\nfloat(collectives.allreduce(x, average=False)[0])").lines == [

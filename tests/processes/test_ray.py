@@ -112,7 +112,9 @@ def test_callbacks_hear_what_rank_0_logs(executor: RayExecutor) -> None:
 
 
 def test_a_rank_that_raises_ends_the_call(executor: RayExecutor) -> None:
-    with pytest.raises(RankFailedError, match=r"RayExecutor.run: rank 1 on .* failed: ValueError: as asked\nTraceback"):
+    with pytest.raises(
+        RankFailedError, match=r"RayExecutor.run: rank 1 on .* failed: ValueError: as asked \[L7\]\nTraceback"
+    ):
         executor.run(meet, [1])
     assert len(executor.run(meet)) == 2
     with pytest.raises(Exception, match="ValueError: as asked"):
@@ -124,7 +126,9 @@ def test_a_rank_that_raises_ends_the_call(executor: RayExecutor) -> None:
 def test_a_rank_that_raises_before_init_costs_no_worker(executor: RayExecutor, others_sleep: bool) -> None:
     processes = executor.run(os.getpid)
     executor.run(collectives.shutdown)
-    with pytest.raises(RankFailedError, match=r"RayExecutor.run: rank 1 on .* failed: ValueError: as asked\nTraceback"):
+    with pytest.raises(
+        RankFailedError, match=r"RayExecutor.run: rank 1 on .* failed: ValueError: as asked \[L7\]\nTraceback"
+    ):
         executor.run(fail_before_init, [others_sleep])
     assert [total for _, _, total, _ in executor.run(meet)] == [3.0, 3.0]
     assert executor.run(os.getpid) == processes

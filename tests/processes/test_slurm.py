@@ -92,7 +92,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(system: Slurm) -> None:
         system.wait_for(job, f"rank {rank} saves")
     kill(system, job, "rank 3 of 4 waits as")
     assert "JobState=FAILED" in system.state_at_end(job)
-    assert system.output(job).endswith("collectivesrun: rank 3 on host2 was killed by signal 9 (SIGKILL)\n")
+    assert system.output(job).endswith("collectivesrun: rank 3 on host2 was killed by signal 9 (SIGKILL) [L8]\n")
     assert all_end(system)
 
 

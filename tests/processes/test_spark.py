@@ -70,12 +70,14 @@ def test_workers_are_ranks_of_one_job_after_the_other(spark: Any) -> None:
 
 
 def test_a_rank_that_raises_ends_the_call(spark: Any) -> None:
-    with pytest.raises(RankFailedError, match=r"rank 1 on .* failed: ValueError: as asked\nTraceback"):
+    with pytest.raises(RankFailedError, match=r"rank 1 on .* failed: ValueError: as asked \[L7\]\nTraceback"):
         collectives.spark.run(meet, (1, "raise"))
 
 
 def test_a_python_worker_that_is_killed_ends_the_call(spark: Any) -> None:
-    with pytest.raises(RankFailedError, match=r"(?s)Spark's job has failed: .*Python worker exited unexpectedly"):
+    with pytest.raises(
+        RankFailedError, match=r"(?s)Spark's job has failed \[L17\]: .*Python worker exited unexpectedly"
+    ):
         collectives.spark.run(meet, kwargs={"culprit": 1, "how": "kill"})
     assert len(collectives.spark.run(meet)) == 3
 

@@ -92,7 +92,7 @@ def test_a_rank_that_fails_while_others_connect_a_part_leaves_nobody_waiting() -
 
     def program(world: World) -> None:
         if world.rank == 0:
-            with pytest.raises(RankFailedError, match="rank 1 has failed:\nKeyError: 'sockets'"):
+            with pytest.raises(RankFailedError, match=r"rank 1 has failed \[R3\]:\nKeyError: 'sockets'"):
                 world.add_process_set([0, 1])
             os.write(done, b"!")
             return

@@ -78,7 +78,7 @@ def test_a_failure_that_is_passed_on() -> None:
     heard: list[str] = []
     with pytest.raises(InvalidArgumentError):
         thread_groups.run(2, program, make_world=World)
-    assert heard == ["rank 1: rank 0 has failed:\nInvalidArgumentError: tensor 'x': expected numbers"]
+    assert heard == ["rank 1: rank 0 has failed [R5]:\nInvalidArgumentError: tensor 'x': expected numbers"]
 
 
 @pytest.mark.parametrize("name", ["last", None])

@@ -69,7 +69,9 @@ def test_a_rank_that_failed_because_of_another_is_not_named(said: str) -> None:
     zero, one, two = boards(3)
     one.mark(FAILED, "RankFailedError: rank 2 has failed")
     two.mark(FAILED, said) if said else die(two)
-    with pytest.raises(RankFailedError, match="^rank 0: rank 2 has failed" + (f":\n{said}" if said else r" \(it died")):
+    with pytest.raises(
+        RankFailedError, match=r"^rank 0: rank 2 has failed \[R5\]" + (f":\n{said}" if said else r" \(it died")
+    ):
         zero.check(processes=False)
 
 

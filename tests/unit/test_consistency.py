@@ -114,7 +114,9 @@ def test_equal_tensors_pass_in_any_order(size: int, order: list[str]) -> None:
 def test_a_difference_in_values_names_the_tensor_and_the_odd_rank() -> None:
     good, bad = {"w": np.zeros((2, 3)), "b": np.zeros(2)}, {"w": np.zeros((2, 3)), "b": np.ones(2)}
     said = told(good, good, bad, good, rank=1).splitlines()
-    assert said[0] == "rank 1: tensor 'b' is not the same on every rank: rank 2 differs from ranks 0-1, 3 in values:"
+    assert (
+        said[0] == "rank 1: tensor 'b' is not the same on every rank: rank 2 differs from ranks 0-1, 3 in values [M13]:"
+    )
     digests = [fingerprints(tensors)[1].digest.hex()[:8] for tensors in (good, bad)]
     assert said[1] == f"  ranks 0-1, 3: float64 of shape (2,), values with digest {digests[0]}"
     assert said[2] == f"  rank 2: float64 of shape (2,), values with digest {digests[1]}"
@@ -124,10 +126,10 @@ def test_a_difference_in_values_names_the_tensor_and_the_odd_rank() -> None:
 
 def test_a_difference_in_shape_or_dtype_is_named_before_the_values() -> None:
     said = told([np.zeros(3)], [np.ones(4, np.int8)], [np.zeros(3)])
-    assert "tensor 'tensors[0]' is not the same on every rank: rank 1 differs from ranks 0, 2 in shape:" in said
+    assert "tensor 'tensors[0]' is not the same on every rank: rank 1 differs from ranks 0, 2 in shape [M13]:" in said
     assert "  ranks 0, 2: shape (3,)\n  rank 1: shape (4,)\n" in said
     said = told([np.zeros(3)], [np.ones(3)], [np.ones(3, np.float32)])
-    assert "rank 2 differs from ranks 0-1 in dtype:" in said
+    assert "rank 2 differs from ranks 0-1 in dtype [M13]:" in said
     assert "  ranks 0-1: dtype float64\n  rank 2: dtype float32\n" in said
 
 

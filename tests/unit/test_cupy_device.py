@@ -352,7 +352,8 @@ def test_a_kernel_with_a_mistake(device: Any, cupy: FakeCupy) -> None:
     nvrtc = cupy.modules["cupy.cuda"].nvrtc
     cupy.failures["compileProgram"] = nvrtc.NVRTCError("NVRTC_ERROR_COMPILATION (6)")
     with pytest.raises(
-        TransportError, match=r"does not compile \(NVRTC_ERROR_COMPILATION.*-arch=sm_90.*\):\ncollectives.cu\(1\)"
+        TransportError,
+        match=r"does not compile \(NVRTC_ERROR_COMPILATION.*-arch=sm_90.*\) \[G3\]:\ncollectives.cu\(1\)",
     ):
         device.function(SOURCE, "scale")
     assert len(cupy.called("destroyProgram")) == 1

@@ -203,7 +203,7 @@ def test_where_no_host_can_come_it_does_not_wait_for_one() -> None:
     job.run()
     job.lose("b")
     job.say("ended", 0)
-    text = "the hosts that are left take 1 rank, --min-np is 2"
+    text = "the hosts that are left take 1 rank, --min-np is 2 [E5]"
     assert job.answers[0] == {"give_up": text} and job.driver.end is not None and job.driver.end.text == text
 
 
@@ -421,7 +421,7 @@ def test_reset_limit(limit: int, good: bool) -> None:
     if good:
         assert job.ranks == [2, 3]
     else:
-        text = "Horovod was shutdown because number of resets during elastic job exceeded limit: 1"
+        text = "Horovod was shutdown because number of resets during elastic job exceeded limit: 1 [E7]"
         assert job.answers[2] == job.answers[3] == {"give_up": text}
         assert job.driver.end is not None and job.driver.end.text == text and job.driver.end.code == 9
 

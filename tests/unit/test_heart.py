@@ -79,7 +79,7 @@ def test_notices_arrive_by_group_and_rank_also_before_the_group_is_made(ranks: C
     assert late.here == {1: 7} and late.left == {1: 8} and late.all_left() and not late.gone
     assert late.failed == {1: "x" * 16384}, "the end of a long text"
     assert not everybody[1].failed and not everybody[1].left
-    with pytest.raises(RankFailedError, match=r"^rank 1: rank 2 has failed:\nx+$"):
+    with pytest.raises(RankFailedError, match=r"^rank 1: rank 2 has failed \[R3\]:\nx+$"):
         late.look_for_failures()
     for notices in everybody:
         notices.look_for_failures()
@@ -163,11 +163,11 @@ def test_the_first_hand_reason_is_given(ranks: Callable[..., list[Heart]]) -> No
     mine, ones, twos = (heart.notices("all", range(3)) for heart in (zero, one, two))
     ones.tell(Notice.FAILED, "RankFailedError: rank 1: rank 2 has failed:\nValueError: no good")
     assert soon(lambda: mine.failed)
-    with pytest.raises(RankFailedError, match=r"rank 1 has failed:\nRankFailedError: rank 1: rank 2 has failed"):
+    with pytest.raises(RankFailedError, match=r"rank 1 has failed \[R3\]:\nRankFailedError: rank 1: rank 2 has failed"):
         mine.look_for_failures()
     twos.tell(Notice.FAILED, "ValueError: no good")
     assert soon(lambda: len(mine.failed) == 2)
-    with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 has failed:\nValueError: no good$"):
+    with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 has failed \[R3\]:\nValueError: no good$"):
         mine.look_for_failures()
     one.close()
     assert soon(lambda: 1 in mine.gone)

@@ -297,7 +297,9 @@ def test_options_for_ssh(by_agents: list[Agents], capsys: pytest.CaptureFixture[
     options = ["-p", "2222", "-i", "key", "--start-timeout", "7.5", "--launcher", "ssh"]
     assert cli.main(["-H", "h:2", *options, "--mpi-args", "-v", "train"]) == 0
     assert by_agents[0].remote == Ssh(2222, "key", 7.5)
-    assert capsys.readouterr().err == "collectivesrun: --mpi-args has no effect: the ranks are started without MPI\n"
+    assert (
+        capsys.readouterr().err == "collectivesrun: --mpi-args has no effect: the ranks are started without MPI [L24]\n"
+    )
 
 
 def test_ranks_get_no_place_of_an_outer_launcher(by_agents: list[Agents], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_a_variable_that_an_option_replaces_need_not_make_sense() -> None:
 )
 def test_what_has_no_effect_says_why(row: options.Ignored, flag: str) -> None:
     parsed = parse(flag, "7") if row.parse else parse(flag)
-    assert parsed.ignored == [f"{flag} has no effect: {row.why}"]
+    assert parsed.ignored == [f"{flag} has no effect: {row.why} [L31]"]
     assert command_line.chosen(parsed) == {} and list(parsed.variables) == ([row.variable] if row.variable else [])
 
 

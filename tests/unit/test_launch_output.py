@@ -101,7 +101,7 @@ def test_the_traceback_of_the_cause_comes_last_and_once_and_those_of_its_consequ
     assert out == "[1] saved\n" and err.startswith(
         "[1] before\n\ncollectivesrun: because of what follows, so failed rank 0 (--verbose"
     )
-    assert err.endswith("collectivesrun: rank 1 on h failed with exit code 1:\n" + TRACE.format("no good"))
+    assert err.endswith("collectivesrun: rank 1 on h failed with exit code 1 [L9]:\n" + TRACE.format("no good"))
     assert err.count("Traceback") == 1 and "MPI_ABORT" not in err
 
 
@@ -131,7 +131,7 @@ def test_a_traceback_that_ends_no_rank_is_shown_in_its_place(job: Job, monkeypat
 def test_a_traceback_from_before_the_hooks_is_the_reason(job: Job) -> None:
     job.say(2, "e", TRACE.format("early"))
     job.fail(2, "x")
-    assert job.end()[1] == "\ncollectivesrun: rank 2 on h failed with exit code 1:\n" + TRACE.format("early")
+    assert job.end()[1] == "\ncollectivesrun: rank 2 on h failed with exit code 1 [L9]:\n" + TRACE.format("early")
 
 
 @pytest.mark.parametrize("record", ["none", "x"])

@@ -87,7 +87,10 @@ def test_a_clock_that_is_wrong_is_not_believed(job: Records, skew: float, rank: 
 
 def test_the_reason_for_sys_exit_stands_on_stderr(job: Records) -> None:
     add(job, "rank", 0, 2, 1.0, "sys.exit(2)\n", consequence=False)
-    assert str(first(job)) == f"collectivesrun: rank 0 on {socket.gethostname()} failed with exit code 2:\nsys.exit(2)"
+    assert (
+        str(first(job))
+        == f"collectivesrun: rank 0 on {socket.gethostname()} failed with exit code 2 [L9]:\nsys.exit(2)"
+    )
     notice = b"Abort(2) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 2)\n"
     job.hear(0, b"usage: train.py\ntrain.py: error: no ")
     job.hear(0, b"data\n" + notice)
@@ -108,7 +111,7 @@ def test_damaged_records_are_passed_over(job: Records) -> None:
 
 
 def test_signals_are_named() -> None:
-    assert str(Record(3, 137, "", 0.0, "h")) == "collectivesrun: rank 3 on h was killed by signal 9 (SIGKILL)"
+    assert str(Record(3, 137, "", 0.0, "h")) == "collectivesrun: rank 3 on h was killed by signal 9 (SIGKILL) [L8]"
 
 
 def test_only_the_last_traceback_is_shown_with_its_causes() -> None:
@@ -124,7 +127,10 @@ def test_only_the_last_traceback_is_shown_with_its_causes() -> None:
 
 
 def test_a_traceback_of_another_rank_is_not_shown_as_this_ones() -> None:
-    said = "collectives.RankFailedError: rank 0: rank 3 has failed:\nTraceback (most recent call last):\nValueError: x"
+    said = (
+        "collectives.RankFailedError: rank 0: rank 3 has failed [R2]:\nTraceback (most recent call last):\n"
+        "ValueError: x"
+    )
     text = f"Traceback (most recent call last):\n  here\n{said}\n"
     record = Record(0, 1, text, NOW, "pod-0", consequence=True)
-    assert str(record) == f"collectivesrun: rank 0 on pod-0 failed with exit code 1:\n{said}"
+    assert str(record) == f"collectivesrun: rank 0 on pod-0 failed with exit code 1 [L9]:\n{said}"

@@ -320,7 +320,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
             recorder.mark("x", 0.0)
             recorder.flush()
         recorder.close()
-    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["No space left on device"]
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["No space left on device [W58]"]
 
 
 def test_a_write_that_is_cut_short_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,8 @@ class Delivery:
         if self._endpoint is None:
             if self._open_endpoint is None:
                 raise TransportError(
-                    f"rank {self._names[self._rank]}: the ranks of this world have no means of point-to-point messages"
+                    f"rank {self._names[self._rank]}: the ranks of this world have no means of point-to-point messages "
+                    "[N17]"
                 )
             self._endpoint = self._open_endpoint()
             self.at_once = self._endpoint.at_once
@@ -277,7 +278,7 @@ class Delivery:
         if self.drives():
             raise InvalidArgumentError(
                 "a message was sent, received or waited for within a call of the same thread that does so, from a "
-                "signal handler or a destructor; let the handler set a flag, and call afterwards"
+                "signal handler or a destructor; let the handler set a flag, and call afterwards [W27]"
             )
 
     def advance(self) -> None:

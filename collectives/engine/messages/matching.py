@@ -154,4 +154,4 @@ class Posted(Transfer):
         else:
             return ""
         count = math.prod(message.shape)
-        return f"expected {expected}, got a message of {count} elements of {message.dtype}, shape {message.shape}"
+        return f"expected {expected}, got a message of {count} elements of {message.dtype}, shape {message.shape} [M9]"

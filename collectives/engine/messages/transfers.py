@@ -125,7 +125,7 @@ class MessageHandle(Handle[Result]):
     def status(self) -> Status:
         """Of a receive that is done: what it has received."""
         if isinstance(self.transfer, Outgoing):
-            raise InvalidArgumentError(f"status: {self.name} receives nothing")
+            raise InvalidArgumentError(f"status: {self.name} receives nothing [A33]")
         return self._owner.status_of(self.transfer)
 
 
@@ -217,7 +217,7 @@ class Transfers:
         status = status or Status()
         message = posted.message
         if message is None:
-            raise InvalidArgumentError(self.delivery.sentence(posted, "nothing has been received yet"))
+            raise InvalidArgumentError(self.delivery.sentence(posted, "nothing has been received yet [W29]"))
         status.source, status.tag = self._names[message.source], message.tag
         status.shape, status.dtype, status.count = message.shape, message.dtype, math.prod(message.shape)
         return status
@@ -276,7 +276,7 @@ class Transfers:
                 if deep:
                     self._inspect(transfer)
                 if deadline is not None and pause.now >= deadline:
-                    text = f"not done after {timeout:g} s; it goes on, and synchronize may be called again"
+                    text = f"not done after {timeout:g} s; it goes on, and synchronize may be called again [R30]"
                     raise CollectiveTimeoutError(delivery.sentence(transfer, text))
                 if deadline is None and pause.now - pause.begun > self._timeout:
                     self._time_out(transfer)
@@ -308,7 +308,7 @@ class Transfers:
                 return
             if not transfer.done:
                 who = "every other rank has" if peer < 0 else f"rank {self._names[peer]} has"
-                text = f"{who} shut down or ended; every message needs a send and a recv"
+                text = f"{who} shut down or ended; every message needs a send and a recv [R14]"
                 raise RankFailedError(delivery.sentence(transfer, text))
         except CollectivesError as error:
             delivery.abandon(transfer, error)
@@ -325,7 +325,7 @@ class Transfers:
             who = "no other rank" if transfer.source < 0 else "the sender is alive, but"
             missing = f"{who} has sent none; messages that wait for a recv: {waiting or 'none'}"
         remedy = f"see what the ranks are doing, or raise {setting_of(self._timeout)}"
-        text = f"waited {self._timeout:g} s: {missing}; {remedy}"
+        text = f"waited {self._timeout:g} s: {missing}; {remedy} [R18]"
         error = CollectiveTimeoutError(delivery.sentence(transfer, text))
         delivery.fail(error)
         delivery.abandon(transfer, error)

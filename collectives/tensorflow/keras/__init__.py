@@ -17,7 +17,7 @@ from collectives.tensorflow.keras_version import LEGACY
 if not LEGACY and tf.keras.backend.backend() != "tensorflow":
     raise ImportError(
         f"collectives.tensorflow.keras: Keras runs on {tf.keras.backend.backend()}; import collectives.keras as hvd, "
-        "or set KERAS_BACKEND=tensorflow"
+        "or set KERAS_BACKEND=tensorflow [F8]"
     )
 if LEGACY:
     from collectives.tensorflow.keras.legacy import DistributedOptimizer, PartialDistributedOptimizer, load_model

@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
-        self._print_message(f"{self.prog}: error: {message}; --help shows the flags\n", sys.stderr)
+        self._print_message(f"{self.prog}: error: {message}; --help shows the flags [U1]\n", sys.stderr)
         sys.exit(0 if self.rank else 2)
 
     def add_count(self, *names: str, default: int, help: str, least: int = 1) -> None:

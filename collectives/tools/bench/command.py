@@ -48,7 +48,7 @@ def _start(arguments: Sequence[str]) -> int:
     own, command = split(parser, arguments)
     name, *flags = command or [""]
     if name not in COLLECTIVES:
-        raise InvalidArgumentError(f"expected {', '.join(COLLECTIVES)} or plot, got {name!r}")
+        raise InvalidArgumentError(f"expected {', '.join(COLLECTIVES)} or plot, got {name!r} [U2]")
     for option in ("-np", "-H"):
         while option in flags:
             at = flags.index(option)

@@ -49,7 +49,7 @@ def main(
                 variable = launchers_variable(os.environ)
                 print(
                     f"{program}: error: expected -np {ranks.size}, got -np {size}: {variable} says that a launcher has "
-                    f"started the ranks; without it -np starts them",
+                    f"started the ranks; without it -np starts them [U5]",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -66,7 +66,7 @@ def run(program: str, collective: Collective, settings: cli.Settings, ranks: Ran
     problem = ranks.agree(problem_with(settings, ranks, largest, place.available()))
     if problem:
         if ranks.rank == 0:
-            print(f"{program}: error: {problem}", file=sys.stderr, flush=True)
+            print(f"{program}: error: {problem} [U6]", file=sys.stderr, flush=True)
         return 2
     records: list[Record] = []
     with connect(settings, ranks, place) as peers:

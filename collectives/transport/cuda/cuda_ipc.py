@@ -211,7 +211,8 @@ class IpcMemory:
             number = struct.unpack("q", seen.tobytes())[0]
             if number != peer:
                 raise TransportError(
-                    f"rank {self._rank}: expected number {peer} in the device memory of rank {peer}, found {number}"
+                    f"rank {self._rank}: expected number {peer} in the device memory of rank {peer}, found {number} "
+                    "[G20]"
                 )
         self._all_near = len(self._neighbours) == len(cards) - 1
         self._one_gpu = self._all_near and {card.device for card in cards.values()} == {device.index}
@@ -240,7 +241,9 @@ class IpcMemory:
             # Between the GPUs of one process nothing is mapped, but memory without a handle cannot be accessed by
             # kernels of other GPUs.
             if allocation.nbytes < self._device.shared_unit and not self._all_near:
-                name = f"an allocation of {allocation.nbytes} bytes is not shared: it is part of a block with others"
+                name = (
+                    f"an allocation of {allocation.nbytes} bytes is not shared: it is part of a block with others [G21]"
+                )
             else:
                 name = struct.unpack("8q", self._device.export_memory(allocation.base))
         except TransportError as error:

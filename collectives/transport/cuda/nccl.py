@@ -80,6 +80,7 @@ def warm_up(communicator: NcclCommunicator, device: Device, scratch: int, stream
         communicator.abort()
         raise CollectiveTimeoutError(
             f"rank {rank}: NCCL could not connect with all of the {size - 1} other ranks within {timeout:g} s: does a "
-            "firewall, or the wrong network (NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there"
+            "firewall, or the wrong network (NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there "
+            "[G24]"
         ) from None
     communicator.check()

@@ -81,6 +81,6 @@ def required_reduction(op: Op, dtype: Dtype) -> int:
     if number is None:
         raise InvalidTypeError(
             f"NCCL does not reduce op={op!r} of dtype {dtypes.name(dtype)} as this package does: move the blocks, "
-            f"and reduce with kernels"
+            f"and reduce with kernels [G36]"
         )
     return number

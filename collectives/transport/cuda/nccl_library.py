@@ -63,10 +63,11 @@ def failure(call: str, rank: int, error: Exception) -> TransportError:
     """
     status: Any = error.args[0] if isinstance(error, KeyError) and error.args else getattr(error, "status", None)
     if not isinstance(status, int):
-        return TransportError(f"rank {rank}: NCCL's {call} failed: {type(error).__name__}: {error}")
+        return TransportError(f"rank {rank}: NCCL's {call} failed: {type(error).__name__}: {error} [G25]")
     name, meaning = _STATUSES.get(status, ("a status that this version does not know", "look it up in nccl.h"))
     return TransportError(
-        f"rank {rank}: NCCL's {call} failed: {name} ({status}): {meaning}. NCCL_DEBUG=INFO in the environment says more"
+        f"rank {rank}: NCCL's {call} failed: {name} ({status}): {meaning}. NCCL_DEBUG=INFO in the environment says "
+        "more [G26]"
     )
 
 
@@ -198,7 +199,7 @@ class NcclCommunicator:
         communicator = self._communicator
         if communicator is None:
             raise TransportError(
-                f"rank {self.rank}: NCCL's {call} cannot be called: the communicator has been aborted or closed"
+                f"rank {self.rank}: NCCL's {call} cannot be called: the communicator has been aborted or closed [G27]"
             )
         return communicator
 
@@ -282,7 +283,7 @@ class NcclLibrary:
         except TimeIsUpError:
             raise CollectiveTimeoutError(
                 f"rank {rank}: the {size} ranks did not all connect with NCCL within {timeout:g} s: does a firewall, "
-                "or the wrong network (NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there"
+                "or the wrong network (NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there [G28]"
             ) from None
         return NcclCommunicator(binding, communicator, rank, size, device)
 

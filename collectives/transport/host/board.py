@@ -302,7 +302,7 @@ class Board:
             if state == LEFT and peer == waiting_for and not (arrived and arrived()):
                 raise RankFailedError(
                     f"rank {self.names[self.rank]}: waits for rank {self.names[peer]}, which has shut down or ended; "
-                    f"every rank must make the same calls before it leaves"
+                    f"every rank must make the same calls before it leaves [R15]"
                 )
 
     def explain(self, peer: int, gone: bool) -> None:
@@ -335,7 +335,7 @@ class Board:
         if not text and self.also_check is not None:
             backoff.poll(self.also_check, _DEATH_SHOWS_WITHIN)
         detail = f":\n{text}" if text else " (it died without a word)"
-        return RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed{detail}")
+        return RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed [R5]{detail}")
 
     def _died(self, peer: int) -> bool:
         return self._processes and not _process_lives(self._words[peer][_PID])
@@ -352,7 +352,7 @@ class Board:
             self._timeout,
             lambda: (
                 f"rank {self.names[self.rank]}: waited {self._timeout:g} s for rank {self.names[peer]}, which is alive "
-                f"but did not come; see what it is doing, or raise {setting_of(self._timeout)}"
+                f"but did not come; see what it is doing, or raise {setting_of(self._timeout)} [R21]"
             ),
             pause=self.relax,
         )

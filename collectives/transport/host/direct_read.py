@@ -49,7 +49,7 @@ class DirectRead:
             self.fetch = self._mover(library.process_vm_readv, "read")
             self.store = self._mover(library.process_vm_writev, "write")
         except (OSError, AttributeError) as error:
-            raise TransportError(f"this system cannot read the memory of other processes: {error}") from None
+            raise TransportError(f"this system cannot read the memory of other processes: {error} [N11]") from None
 
     def _mover(self, call: ctypes._NamedFuncPointer, verb: str) -> Callable[[int, int, int, int], None]:
         """What moves ``nbytes`` between the peer's memory at ``address`` and this rank's at ``own``: a closure, because
@@ -80,7 +80,7 @@ class DirectRead:
                     reason = os.strerror(code) if transferred < 0 else "nothing was transferred"
                     raise TransportError(
                         f"cannot {verb} {remote.nbytes} bytes of rank {peer}'s memory (process {self._pids[peer]}): "
-                        f"{reason}; COLLECTIVES_TRANSPORT=window does without"
+                        f"{reason}; COLLECTIVES_TRANSPORT=window does without [N12]"
                     )
             local.address, remote.address = local.address + transferred, remote.address + transferred
             local.nbytes, remote.nbytes = local.nbytes - transferred, remote.nbytes - transferred

@@ -86,7 +86,8 @@ class SharedMemory:
 def _refuse(peer: int, address: int, own: int, nbytes: int) -> None:
     raise TransportError(
         f"the memory of rank {peer} cannot be reached: it could not be mapped (the log says why), and this system does "
-        f"not allow direct reads; raise the limits of open files and mappings, or set COLLECTIVES_ARENA=0 on all ranks"
+        "not allow direct reads; raise the limits of open files and mappings, or set COLLECTIVES_ARENA=0 on all ranks "
+        "[N13]"
     )
 
 

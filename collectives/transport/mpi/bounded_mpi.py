@@ -108,14 +108,16 @@ class Waiter:
             self._timeout,
             lambda: (
                 f"rank {self._rank}: waited {self._timeout:g} s for {what}; see what the other ranks are doing, "
-                f"or raise COLLECTIVES_TIMEOUT"
+                f"or raise COLLECTIVES_TIMEOUT [R22]"
             ),
         )
 
     def _explain(self, error: BaseException, what: str) -> None:
         """Raise the cause of an error of MPI: a rank that failed, or MPI itself."""
         backoff.poll(self.check, _FAILURE_SHOWS_WITHIN)
-        raise TransportError(f"rank {self._rank}: MPI failed while this rank waited for {what}: {error}") from error
+        raise TransportError(
+            f"rank {self._rank}: MPI failed while this rank waited for {what}: {error} [N14]"
+        ) from error
 
 
 def forget(key: Hashable) -> None:
@@ -131,7 +133,7 @@ def barrier_then(barrier: Callable[[], MPI.Request], function: Callable[[], Any]
     while not any(request.Test() for _ in range(_TESTS)):
         waited = time.monotonic() - begun
         if waited > within:
-            raise CollectiveTimeoutError(f"not every rank came to the barrier within {within:g} s")
+            raise CollectiveTimeoutError(f"not every rank came to the barrier within {within:g} s [R23]")
         # MPI does not notify: poll, less and less often, because a rank may never arrive.
         time.sleep(min(max(_FIRST_NAP, waited / 50), _LONGEST_NAP))
     return function()

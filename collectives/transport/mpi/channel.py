@@ -179,7 +179,7 @@ class Channel:
         if self.notices is not None:
             self.notices.look_for_failures()
         for peer, text in list(self.failed.items()):
-            raise RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed:\n{text}")
+            raise RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed [R2]:\n{text}")
 
     def quiet(self) -> bool:
         return backoff.poll(self._all_said_goodbye, _SAY_GOODBYE_WITHIN)

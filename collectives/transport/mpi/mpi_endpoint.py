@@ -132,7 +132,9 @@ class MpiEndpoint:
         try:
             return call()
         except self._failure as error:
-            raise TransportError(f"rank {self._channel.names[self._channel.rank]}: MPI failed: {error}") from error
+            raise TransportError(
+                f"rank {self._channel.names[self._channel.rank]}: MPI failed: {error} [N15]"
+            ) from error
 
     @property
     def busy(self) -> bool:

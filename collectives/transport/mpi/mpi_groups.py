@@ -51,7 +51,7 @@ def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
         raise TransportError(
             f"MPI was started with MPI_THREAD_{names.get(level, level)}, but the engine and the program call it from "
             f"several threads: MPI_THREAD_MULTIPLE is needed; leave mpi4py.rc.thread_level as it is, or ask for it in "
-            f"Init_thread"
+            f"Init_thread [S49]"
         )
     every_process = MPI.COMM_WORLD
     waiter = Waiter(every_process.Get_rank(), config.timeout)
@@ -64,7 +64,7 @@ def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
             key,
         )
     elif not hasattr(comm, "Get_rank") or comm.Is_inter():
-        raise InvalidTypeError(f"comm={comm!r}: expected an mpi4py intracommunicator")
+        raise InvalidTypeError(f"comm={comm!r}: expected an mpi4py intracommunicator [S4]")
     else:
         key = ("all", comm.handle)
         own = waiter.call(lambda: barrier_then(comm.Ibarrier, comm.Dup), "every rank to call init()", key)

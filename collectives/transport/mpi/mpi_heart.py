@@ -117,7 +117,7 @@ def watch(channel: Channel, config: Config, *, needed: bool = False) -> MpiHeart
         if channel.rank == 0:
             logger.warning(
                 "the ranks cannot watch each other; the loss of a host will be noticed when COLLECTIVES_TIMEOUT is "
-                "over: %s",
+                "over: %s [N16]",
                 error,
             )
         return None

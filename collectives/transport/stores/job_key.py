@@ -26,7 +26,7 @@ def from_environment(environment: Mapping[str, str]) -> bytes | None:
     if key is None:
         raise InvalidArgumentError(
             f"{VARIABLE}: expected at least {2 * _LEAST_BYTES} hexadecimal digits, got {len(text)} characters; make "
-            f'one with: python -c "import secrets; print(secrets.token_hex({_KEY_BYTES}))"'
+            f'one with: python -c "import secrets; print(secrets.token_hex({_KEY_BYTES}))" [S36]'
         )
     return key
 
@@ -46,15 +46,19 @@ def of_user(environment: Mapping[str, str], job: str) -> bytes:
             status = os.fstat(file.fileno())  # of what is read, and not of what has taken its place
             text = file.read().strip()
     except (OSError, ValueError) as error:
-        raise TransportError(f"the user's key cannot be read or made: {error}; set {VARIABLE} on all ranks") from None
+        raise TransportError(
+            f"the user's key cannot be read or made: {error}; set {VARIABLE} on all ranks [S37]"
+        ) from None
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise TransportError(
             f"others can read or change {path}, so that it proves nothing: remove it, and a new one is made; or set "
-            f"{VARIABLE} on all ranks"
+            f"{VARIABLE} on all ranks [S38]"
         )
     key = _key(text)
     if key is None:
-        raise TransportError(f"{path} has no key: remove it, and a new one is made; or set {VARIABLE} on all ranks")
+        raise TransportError(
+            f"{path} has no key: remove it, and a new one is made; or set {VARIABLE} on all ranks [S39]"
+        )
     return hmac.digest(key, job.encode(), "sha256")
 
 
@@ -63,7 +67,7 @@ def path_of_user(environment: Mapping[str, str]) -> Path:
         folder = environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME") or Path.home(), ".config")
     except RuntimeError:  # the system does not know the user, as in a container that runs under any number
         raise TransportError(
-            f"HOME, where the user's key lies, is not set: set it, or {VARIABLE} on all ranks"
+            f"HOME, where the user's key lies, is not set: set it, or {VARIABLE} on all ranks [S40]"
         ) from None
     return Path(folder, "collectives", "key")
 

@@ -63,12 +63,12 @@ class Meeting:
                 if late and first:
                     raise TransportError(
                         f"rank 0: cannot serve a store ({self.how}): {self.reasons()}; name a free port with "
-                        f"COLLECTIVES_RENDEZVOUS=tcp://{self._spot.host}:port on all ranks"
+                        f"COLLECTIVES_RENDEZVOUS=tcp://{self._spot.host}:port on all ranks [S20]"
                     )
                 if late:
                     raise CollectiveTimeoutError(
                         f"{self._who}: waited {self._timeout:g} s for rank 0 to serve a store ({self.how}): "
-                        f"{self.reasons()}; rank 0 must call init() on that host"
+                        f"{self.reasons()}; rank 0 must call init() on that host [S21]"
                     )
                 backoff.nap(_LONGEST_NAP, backoff.begun + within)
         except BaseException:
@@ -100,7 +100,7 @@ class Meeting:
             if len(self._spot.ports) == 1:
                 raise TransportError(
                     f"{self._who}: no store of this job at {network.joined(self._spot.host, port)} "
-                    f"({self.how}): {self._why[port]}"
+                    f"({self.how}): {self._why[port]} [S22]"
                 ) from None
         except ConnectionRefusedError:
             self._why[port] = "no process listens there"

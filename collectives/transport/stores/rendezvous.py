@@ -90,25 +90,26 @@ def asked(
         InvalidArgumentError, InvalidTypeError: they do not go together, or have wrong values.
     """
     if comm is not None and (rendezvous, store, rank, size) != (None, None, None, None):
-        raise InvalidArgumentError("init: comm is MPI's, and does not go with rendezvous, store, rank and size")
+        raise InvalidArgumentError("init: comm is MPI's, and does not go with rendezvous, store, rank and size [S5]")
     if rendezvous is not None and store is not None:
-        raise InvalidArgumentError("init: expected rendezvous or store, got both")
+        raise InvalidArgumentError("init: expected rendezvous or store, got both [S6]")
     if (rank is None) != (size is None):
-        raise InvalidArgumentError(f"init: expected rank and size, or neither; got rank={rank!r}, size={size!r}")
+        raise InvalidArgumentError(f"init: expected rank and size, or neither; got rank={rank!r}, size={size!r} [S7]")
     if rendezvous is not None:
         _address(rendezvous)
     if store is not None and not all(callable(getattr(store, name, None)) for name in ("set", "get", "wait")):
         raise InvalidTypeError(
-            f"init: store: expected an object with set, get and wait, such as torch.distributed.TCPStore; got {store!r}"
+            "init: store: expected an object with set, get and wait, such as torch.distributed.TCPStore; got "
+            f"{store!r} [S8]"
         )
     if rank is None or size is None:
         return Asked(rendezvous, store)
     try:
         rank, size = rank.__index__(), size.__index__()
     except AttributeError:
-        raise InvalidTypeError(f"init: expected whole numbers, got rank={rank!r}, size={size!r}") from None
+        raise InvalidTypeError(f"init: expected whole numbers, got rank={rank!r}, size={size!r} [S9]") from None
     if not 0 <= rank < size:
-        raise InvalidArgumentError(f"init: expected a rank from 0 to size - 1, got rank={rank}, size={size}")
+        raise InvalidArgumentError(f"init: expected a rank from 0 to size - 1, got rank={rank}, size={size} [S10]")
     return Asked(rendezvous, store, rank, size)
 
 
@@ -148,7 +149,7 @@ def find(
         raise TransportError(
             f"rank {spot.rank}: {spot.launcher} has started {spot.size} ranks, but mpi4py cannot load an MPI library, "
             "and nothing says on which host rank 0 runs: set COLLECTIVES_RENDEZVOUS=tcp://host:port on all ranks, with "
-            "the host of rank 0 and a port that is free there"
+            "the host of rank 0 and a port that is free there [S1]"
         )
     return _at(spot, environment, config)
 
@@ -163,7 +164,7 @@ def _at_told(environment: Mapping[str, str], config: Config, asked: Asked, addre
         return Place(rank, size, asked.store, key, how)
     if not address:
         raise InvalidArgumentError(
-            f"init: rank={rank} of size={size}: expected also rendezvous='tcp://host:port', or a store"
+            f"init: rank={rank} of size={size}: expected also rendezvous='tcp://host:port', or a store [S11]"
         )
     host, port = _address(address)
     # The ranks may spell the host differently.
@@ -182,13 +183,13 @@ def rank_and_size(environment: Mapping[str, str], asked: Asked = NOTHING) -> tup
             return int(texts[0]), int(texts[1])
         raise InvalidArgumentError(
             f"COLLECTIVES_RANK={texts[0]!r}, COLLECTIVES_SIZE={texts[1]!r}: expected a rank from 0 to size - 1, and "
-            "the number of ranks"
+            "the number of ranks [S12]"
         )
     spot = places.detect(environment, without_mpi=True)
     if spot is None:
         raise InvalidArgumentError(
             "init: where the ranks meet is known, but not which one this process is: give init() rank and size, or set "
-            "COLLECTIVES_RANK and COLLECTIVES_SIZE"
+            "COLLECTIVES_RANK and COLLECTIVES_SIZE [S13]"
         )
     return spot.rank, spot.size
 
@@ -197,7 +198,7 @@ def _address(text: str) -> tuple[str, int]:
     try:
         return parse_address(str(text))
     except ValueError:
-        raise InvalidArgumentError(f"rendezvous={text!r}: expected {parse_address.__doc__}") from None
+        raise InvalidArgumentError(f"rendezvous={text!r}: expected {parse_address.__doc__} [S14]") from None
 
 
 def _torch_group(environment: Mapping[str, str]) -> Place | None:
@@ -262,7 +263,7 @@ def _torch_store(spot: places.Spot, serves: bool, timeout: float) -> Any:
         except (bounded_call.TimeIsUpError, RuntimeError) as error:
             raise TransportError(
                 f"rank {spot.rank}: no connection to torch's store at {spot.host}:{spot.ports[0]} ({spot.launcher}): "
-                f"{str(error) or f'no answer within {timeout:g} s'}"
+                f"{str(error) or f'no answer within {timeout:g} s'} [S32]"
             ) from error
     return _of_torch[address]
 

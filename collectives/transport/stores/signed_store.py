@@ -68,13 +68,13 @@ class SignedStore:
         if signature and self._key is None:
             raise MismatchError(
                 f"rank {self._rank}: COLLECTIVES_KEY is set on some ranks, but not on {self._rank}: set it on all, or "
-                "on none"
+                "on none [S41]"
             )
         if self._key is not None and not hmac.compare_digest(signature, _signature(self._key, key, text)):
             raise MismatchError(
                 f"rank {self._rank}: {key} in the store at which the ranks meet ({self._how}) was not signed with this "
                 "job's key: COLLECTIVES_KEY is another one on some rank, or is not set there, or another process "
-                "writes to that store"
+                "writes to that store [S42]"
             )
         try:
             return json.loads(text)
@@ -124,7 +124,7 @@ class SignedStore:
         if self.server:
             return RankFailedError(
                 f"rank {self._rank}: rank 0 ({self.server}) has ended in init(), or its host or network is down; see "
-                f"its output; {failed}"
+                f"its output; {failed} [S27]"
             )
         hint = "; if rank 0 serves it, see what rank 0 has said at its end" if self.server is None else ""
         return TransportError(f"rank {self._rank}: {failed}{hint}")

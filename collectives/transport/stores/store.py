@@ -205,7 +205,7 @@ class Store:
         if len(key.encode()) > MOST_KEY or "\n" in key or len(value) > MOST_VALUE:
             raise InvalidArgumentError(
                 f"store: expected a key of one line of at most {MOST_KEY} bytes and a value of at most {MOST_VALUE}, "
-                f"got {len(key)} and {len(value)}"
+                f"got {len(key)} and {len(value)} [S33]"
             )
         with self._used():
             self._ask(_SET, [key], value, 0.0)
@@ -229,7 +229,7 @@ class Store:
                     return value
                 if time.monotonic() >= end:
                     named = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
-                    raise CollectiveTimeoutError(f"store {self._where()}: waited {seconds:g} s for {named}")
+                    raise CollectiveTimeoutError(f"store {self._where()}: waited {seconds:g} s for {named} [S23]")
 
     def _ask(self, operation: bytes, keys: Sequence[str], value: bytes, seconds: float) -> bytes | None:
         """One request; None if the keys are not all there. The connection is made anew if it was lost."""
@@ -239,10 +239,10 @@ class Store:
             outcome, answer = self._answered(request, seconds + self._answers_within)
         except (OSError, EOFError) as error:
             raise TransportError(
-                f"the store at {self._where()} does not answer, or the process that serves it has ended: {error}"
+                f"the store at {self._where()} does not answer, or the process that serves it has ended: {error} [S34]"
             ) from None
         if outcome == _REFUSED:
-            raise TransportError(f"store {self._where()}: {answer.decode()}")
+            raise TransportError(f"store {self._where()}: {answer.decode()} [S35]")
         return None if outcome == _ABSENT else answer
 
     def _answered(self, request: bytes, seconds: float) -> tuple[bytes, bytes]:

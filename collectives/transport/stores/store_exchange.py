@@ -128,7 +128,7 @@ class StoreExchange:
                 raise TransportError(
                     f"rank {self._rank}: after {len(visited)} concluded exchanges the store at which the ranks meet "
                     f"({self._how}) still names a further one: another process writes to it; give each job a place of "
-                    "its own, or set COLLECTIVES_KEY on all ranks"
+                    "its own, or set COLLECTIVES_KEY on all ranks [S30]"
                 )
             visited.add(following)
             self._place = following
@@ -251,7 +251,7 @@ class StoreExchange:
         raise CollectiveTimeoutError(
             f"rank {self._rank}: waited {self._timeout:g} s for rank{'s' * (len(missing) > 1)} {named} of {self._size} "
             f"to call init() ({self._how}); see what {'they are' if len(missing) > 1 else 'it is'} doing, or "
-            f"raise {setting_of(self._timeout)}"
+            f"raise {setting_of(self._timeout)} [S24]"
         )
 
     def _missing(self) -> list[int]:
@@ -283,7 +283,7 @@ class StoreExchange:
             return
         raise RankFailedError(
             f"rank {self._rank}: rank {left['rank']} failed in init(): {left['why']}; mend that, and call init() again "
-            "on every rank"
+            "on every rank [S28]"
         )
 
     def _note_server(self, offer: dict[str, Any] | None) -> None:
@@ -295,7 +295,8 @@ class StoreExchange:
         if offer["nonce"] != self._offer["nonce"]:
             raise InvalidArgumentError(
                 f"rank {self._rank}: {offer['by']} calls itself rank {self._rank} of {self._how}, as this process "
-                f"({self._offer['by']}) does: give each process a rank of its own, and each job a place of its own"
+                f"({self._offer['by']}) does: give each process a rank of its own, and each job a place of its own "
+                "[S31]"
             )
 
     def _check_counts(self, offers: list[dict[str, Any]]) -> None:
@@ -303,7 +304,7 @@ class StoreExchange:
         for rank, offer in enumerate(offers):
             if offer["count"] < self._count:
                 raise RankFailedError(
-                    f"rank {self._rank}: rank {rank} has begun init() again; call it again on every rank"
+                    f"rank {self._rank}: rank {rank} has begun init() again; call it again on every rank [S29]"
                 )
 
     def _compare_sizes(self) -> None:
@@ -311,7 +312,7 @@ class StoreExchange:
         if difference:
             raise _KnownError(
                 f"rank {self._rank}: {difference} ({self._how}); give every rank the same number, with "
-                "COLLECTIVES_SIZE, WORLD_SIZE, or init(size=...)"
+                "COLLECTIVES_SIZE, WORLD_SIZE, or init(size=...) [M19]"
             )
 
     # ---- the keys of this exchange

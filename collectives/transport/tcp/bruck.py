@@ -257,7 +257,7 @@ class Bruck:
                 if not 0 <= length & ~_DATA < _MOST_BYTES:
                     raise TransportError(
                         f"rank {self.rank} of its group: rank {self._rounds[self._number].source} sends a record of "
-                        f"{length} bytes: the connection carries something else"
+                        f"{length} bytes: the connection carries something else [N7]"
                     )
             end = at + HEADER + ((length & ~_DATA) + 7 & -8)
             if have < end:
@@ -285,7 +285,7 @@ class Bruck:
     def _raise_changed(self) -> NoReturn:
         raise TransportError(
             f"rank {self.rank} of its group: the seal of what rank {self._rounds[self._number].source} sends is wrong: "
-            "something between the hosts changes what ranks say"
+            "something between the hosts changes what ranks say [N8]"
         )
 
     def _take_early(self) -> None:

@@ -224,7 +224,7 @@ class Heart:
             self._lose(
                 peer,
                 f"has been silent for {self._timeout:g} s: its host or network is down, or its process is stopped "
-                f"(COLLECTIVES_PEER_TIMEOUT sets how long a rank may be silent)",
+                f"(COLLECTIVES_PEER_TIMEOUT sets how long a rank may be silent) [R7]",
                 silent=True,
             )
         elif peer.silent >= _PINGED_FROM:
@@ -254,7 +254,7 @@ class Heart:
         try:
             self._take(peer)
         except ValueError as error:
-            self._lose(peer, f"has sent what is no notice ({error})")
+            self._lose(peer, f"has sent what is no notice ({error}) [R8]")
             for notices in list(self._groups.values()):  # it would take this rank for dead
                 peer.send(_frame(notices, Notice.FAILED, f"RankFailedError: {peer.lost}"))
             data = b""

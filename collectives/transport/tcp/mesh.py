@@ -80,13 +80,14 @@ class Mesh:
         if len(set(have_keys)) > 1:
             without = ", ".join(str(peer) for peer, has in enumerate(have_keys) if not has)
             raise MismatchError(
-                f"rank {rank}: COLLECTIVES_KEY is set on some ranks, but not on {without}: set it on all, or on none"
+                f"rank {rank}: COLLECTIVES_KEY is set on some ranks, but not on {without}: set it on all, or on none "
+                "[S48]"
             )
         address = network.address_of(interface) if interface else network.choose(stacks, offers, rank)
         if network.is_loopback(address) and len(set(stacks)) > 1:
             raise InvalidArgumentError(
                 f"rank {rank}: COLLECTIVES_NETWORK_INTERFACE={interface}: {address} is loopback, which the other hosts "
-                "cannot reach"
+                "cannot reach [N1]"
             )
         self.rank, self.size = rank, len(answers)
         self.names = [host.split()[0] for host in self.hosts]
@@ -117,7 +118,7 @@ class Mesh:
             if time.monotonic() > end:
                 raise CollectiveTimeoutError(
                     f"rank {self.rank}: waited {timeout:g} s for a connection from {self._called(peer)}; see what it "
-                    f"is doing, or raise {setting_of(timeout)}"
+                    f"is doing, or raise {setting_of(timeout)} [S25]"
                 )
         return sock
 
@@ -128,7 +129,7 @@ class Mesh:
         except TimeoutError:  # `reach` ends earlier, and with an error of its own, if it is carried out at all
             raise CollectiveTimeoutError(
                 f"rank {self.rank}: waited {timeout:g} s for a connection to {self._called(peer)}: this process has "
-                "not run its network's thread; see what keeps Python's lock for so long"
+                "not run its network's thread; see what keeps Python's lock for so long [S26]"
             ) from None
 
     async def ping(self, peer: int, seconds: float) -> None:
@@ -157,18 +158,18 @@ class Mesh:
                 where = network.joined(*self.addresses[peer])
                 if refused:
                     raise RankFailedError(
-                        f"rank {self.rank}: {self._called(peer)} has ended: no process listens at {where} ({why})"
+                        f"rank {self.rank}: {self._called(peer)} has ended: no process listens at {where} ({why}) [R9]"
                     ) from None
                 if dropped:
                     raise TransportError(
                         f"rank {self.rank}: {self._called(peer)} has dropped every connection of this rank to {where} "
                         f"for {seconds:g} s ({why}): it has too many that do not prove the job's key; see what else "
-                        "connects to that port"
+                        "connects to that port [N2]"
                     ) from None
                 raise TransportError(
                     f"rank {self.rank}: cannot connect to {self._called(peer)} at {where}: {why}; if a firewall is "
                     "between the hosts, open the ports of this job's processes, or name another network with "
-                    "COLLECTIVES_NETWORK_INTERFACE"
+                    "COLLECTIVES_NETWORK_INTERFACE [N3]"
                 ) from None
 
     def key_for(self, use: str) -> bytes:

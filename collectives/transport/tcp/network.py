@@ -78,7 +78,7 @@ def address_of(setting: str) -> str:
     listed = ", ".join(f"{name} ({', '.join(of_one)})" for name, of_one in interfaces.items())
     raise InvalidArgumentError(
         f"network interface {setting!r}: expected the name, address or network of an interface of "
-        f"{socket.gethostname()}, which has {listed or 'none'}"
+        f"{socket.gethostname()}, which has {listed or 'none'} [N4]"
     )
 
 
@@ -135,5 +135,5 @@ def choose(hosts: Sequence[str], offers: Sequence[Mapping[str, Sequence[str]]], 
                         return own_address
     raise TransportError(
         f"rank {rank}: no network interface of {socket.gethostname()} ({dict(offers[rank])}) leads to the other hosts "
-        f"({', '.join(str(dict(offer)) for offer in offers)}); name one with COLLECTIVES_NETWORK_INTERFACE"
+        f"({', '.join(str(dict(offer)) for offer in offers)}); name one with COLLECTIVES_NETWORK_INTERFACE [N5]"
     )

@@ -174,7 +174,7 @@ class NetworkControl:
             if calls < self._call + upcoming:
                 raise RankFailedError(
                     f"rank {self._names[self.rank]}: rank {self._names[peer]} has shut down or ended while this rank "
-                    "waits for it; every rank must make the same calls before it leaves"
+                    "waits for it; every rank must make the same calls before it leaves [R16]"
                 )
         waits = self._waits and self._said_here != self._call
         if deep and waits and time.monotonic() - self._entered_at > _SAY_HERE_AFTER:

@@ -78,7 +78,7 @@ class Notices:
         for sentence in list(self.died.values()):
             raise RankFailedError(f"{me}: {sentence}")
         place, text = min(list(self.failed.items()), key=lambda item: RankFailedError.__name__ in item[1])
-        raise RankFailedError(f"{me}: rank {self.members[place]} has failed:\n{text}")
+        raise RankFailedError(f"{me}: rank {self.members[place]} has failed [R3]:\n{text}")
 
     def departed(self) -> set[int]:
         return self.left.keys() | self.gone

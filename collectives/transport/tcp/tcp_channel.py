@@ -88,7 +88,7 @@ class TcpChannel:
                 raise RankFailedError(
                     f"rank {self.names[self.rank]}: rank {self.names[peer]} has entered a call where this rank "
                     "exchanges a value: the ranks are at different places, or something between the hosts changes what "
-                    "ranks say"
+                    "ranks say [R17]"
                 )
             values.append(from_json(bytes(memory.bytes[start:end])))
         return values
@@ -115,7 +115,7 @@ class TcpChannel:
             if time.monotonic() - begun > self.timeout:
                 raise CollectiveTimeoutError(
                     f"rank {self.names[self.rank]}: waited {self.timeout:g} s for {what}; see what the other ranks are "
-                    f"doing, or raise {setting_of(self.timeout)}"
+                    f"doing, or raise {setting_of(self.timeout)} [R24]"
                 )
             nap = min(2 * nap, _LONGEST_DOZE)
 
@@ -124,7 +124,7 @@ class TcpChannel:
         backoff.poll(self.check, CAUSE_SHOWS_WITHIN)
         raise RankFailedError(
             f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed (its connection was closed without a "
-            f"word: it died, or left while it was waited for)"
+            f"word: it died, or left while it was waited for) [R10]"
         )
 
     def close(self) -> None:

@@ -159,7 +159,7 @@ class TcpEndpoint:
         while self._lost and time.monotonic() > self._lost[0][0]:
             _, peer, transfers = self._lost.popleft()
             me, lost = f"rank {self._names[self._links.rank]}", f"rank {self._names[peer]}"
-            _end(transfers, RankFailedError(f"{me}: {lost} has closed its connection: it has ended or shut down"))
+            _end(transfers, RankFailedError(f"{me}: {lost} has closed its connection: it has ended or shut down [R11]"))
 
     def _has_dialled(self, connection: _Connection) -> bool:
         assert connection.dialling is not None
@@ -224,7 +224,7 @@ class TcpEndpoint:
         inside = nbytes if kind in (EAGER, REFUSE) else 0
         valid = 0 <= dimensions <= _MOST_DIMENSIONS and 0 <= code < len(DTYPE_NAMES) and nbytes >= 0
         if not valid or inside > EAGER_BYTES:
-            raise TransportError(f"rank {self._names[connection.peer]} has sent what is no message")
+            raise TransportError(f"rank {self._names[connection.peer]} has sent what is no message [N9]")
         start += _HEADER.size
         after = start + 8 * dimensions
         if end < after + inside:

@@ -52,10 +52,10 @@ def connect(
         ranks: the ranks' numbers in messages; 0 to ``size`` - 1 by default.
     """
     if size < 1:
-        raise InvalidArgumentError(f"size={size}: expected at least 1 rank")
+        raise InvalidArgumentError(f"size={size}: expected at least 1 rank [W10]")
     layout = tuple(tuple(host) for host in hosts) if hosts is not None else (tuple(range(size)),)
     if sorted(rank for host in layout for rank in host) != list(range(size)):
-        raise InvalidArgumentError(f"hosts={layout}: expected each of the ranks 0 to {size - 1} once")
+        raise InvalidArgumentError(f"hosts={layout}: expected each of the ranks 0 to {size - 1} once [W11]")
     control_pages = _pages(size)
     memory_pages = _pages(size)
     windows = [np.zeros(WINDOW_BYTES, np.uint8) for _ in range(size)]
@@ -168,7 +168,7 @@ class ThreadMessages:
             done,
             lambda deep: self._board.check(peer, done),
             self._timeout,
-            lambda: f"rank {self._rank}: waited {self._timeout:g} s for a message from or to another rank",
+            lambda: f"rank {self._rank}: waited {self._timeout:g} s for a message from or to another rank [R26]",
             pause=_let_others_run,
         )
 
@@ -201,7 +201,7 @@ class ThreadEndpoint:
         np.copyto(into[: message.nbytes], array.view(np.uint8))
         if origin is not None and origin.done:  # its send has failed, so that its memory may have been used again
             raise RankFailedError(
-                f"rank {self._names[self._rank]}: rank {self._names[message.source]} has shut down or failed"
+                f"rank {self._names[self._rank]}: rank {self._names[message.source]} has shut down or failed [R12]"
             )
         self._end(message)
 
@@ -256,7 +256,7 @@ def run(
     for thread in threads:
         thread.join(timeout * 2)
         if thread.is_alive():
-            raise CollectiveTimeoutError(f"{thread.name} did not end within {timeout * 2:g} s")
+            raise CollectiveTimeoutError(f"{thread.name} did not end within {timeout * 2:g} s [R27]")
     failures = [error for error in errors if error is not None]
     if failures:
         raise next((error for error in failures if not isinstance(error, RankFailedError)), failures[0])
@@ -287,7 +287,9 @@ class _Exchange:
             values = list(self._values)
             self._barrier.wait()
         except threading.BrokenBarrierError:
-            raise CollectiveTimeoutError(f"rank {rank}: not every rank came to the exchange of descriptions") from None
+            raise CollectiveTimeoutError(
+                f"rank {rank}: not every rank came to the exchange of descriptions [R28]"
+            ) from None
         return values
 
 

@@ -45,5 +45,5 @@ class HorovodBasics:
             if members == ranks:
                 return number
         raise InvalidArgumentError(
-            f"process_set: there is none with the ranks {ranks} of the communicator; known are {ranks_by_number}"
+            f"process_set: there is none with the ranks {ranks} of the communicator; known are {ranks_by_number} [W44]"
         )

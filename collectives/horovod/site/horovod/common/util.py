@@ -52,7 +52,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     framework = ext_name.rpartition(".")[2]
     if not extension_available(framework):
         raise ImportError(
-            f"{ext_name} cannot be used: {framework} is not installed, or collectives has no adapter for it"
+            f"{ext_name} cannot be used: {framework} is not installed, or collectives has no adapter for it [F112]"
         )
 
 
@@ -105,9 +105,9 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, b
 
     def choose(op: Any, average: bool | None) -> Any:
         if op is not None and average is not None:
-            raise ValueError(f"expected op or average, got both: op={op}, average={average}")
+            raise ValueError(f"expected op or average, got both: op={op}, average={average} [F38]")
         if average is not None:
-            warnings.warn("average is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
+            warnings.warn("average is deprecated: use op=Average or op=Sum [F39]", DeprecationWarning, stacklevel=3)
             return reduce_ops.Average if average else reduce_ops.Sum
         return reduce_ops.Average if op is None else op
 
@@ -138,6 +138,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
     if not isinstance(ver, str) or not isinstance(target, str) or target.count(".") != 2:
         raise ValueError(
-            f"expected a version and one of the form major.minor.patch, both as strings; got {ver!r} and {target!r}"
+            f"expected a version and one of the form major.minor.patch, both as strings; got {ver!r} and {target!r} "
+            "[F113]"
         )
     return Version(ver) >= Version(target)

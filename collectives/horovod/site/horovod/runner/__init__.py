@@ -56,9 +56,9 @@ def run(
         RankFailedError: a rank failed; has its traceback.
     """
     if hosts is not None and hostfile is not None:
-        raise InvalidArgumentError("horovod.run: expected hosts or hostfile, got both")
+        raise InvalidArgumentError("horovod.run: expected hosts or hostfile, got both [L18]")
     if use_gloo and use_mpi:
-        raise InvalidArgumentError("horovod.run: expected use_gloo or use_mpi, got both")
+        raise InvalidArgumentError("horovod.run: expected use_gloo or use_mpi, got both [L19]")
     values = {
         "--hosts": hosts,
         "--hostfile": hostfile,

@@ -54,7 +54,6 @@ def register(
         _renamed(collective, name, build, spans_hosts, examined.digests),
         one_chunk=examined.one_chunk,
         versioned=examined.versioned,
-        by_messages=not examined.takes_own_value_late,
         spans_hosts=spans_hosts,
         passes_on=examined.passes_on,
         on_gpu=not examined.versioned,
@@ -68,7 +67,7 @@ class _Examined:
     """What the proof of all sizes has found: the properties that `Algorithm` documents, and the digest of each size."""
 
     def __init__(self) -> None:
-        self.one_chunk, self.versioned, self.passes_on, self.takes_own_value_late = True, False, False, False
+        self.one_chunk, self.versioned, self.passes_on = True, False, False
         self.digests: dict[tuple[int, int | None], bytes] = {}
 
     def add(self, schedules: Sequence[Schedule], collective: str) -> None:
@@ -102,7 +101,6 @@ class _Examined:
                 for chunk in range(step.chunk, step.chunk + step.span)
             }
             self.passes_on |= not sent.isdisjoint(written) or any(step.push for step in steps)
-            now = set[int]()
             arrives: set[int] = set()
             for step in steps:
                 chunks = range(step.chunk, step.chunk + step.span)
@@ -113,16 +111,8 @@ class _Examined:
                         "does not wait for before the end; leave push=True out"
                     )
                 if step.kind in (StepKind.RECEIVE, StepKind.REDUCE):
-                    if step.peer == rank and not now.isdisjoint(chunks):
-                        if not written.isdisjoint(chunks) or not sent.issuperset(chunks):
-                            raise ScheduleError(
-                                f"{where}, round {number}, rank {rank}: {step}: an earlier step of the round has "
-                                "replaced this rank's own value, and no place keeps it; take it first"
-                            )
-                        self.takes_own_value_late = self.versioned = True
-                    now.update(chunks)
+                    written.update(chunks)
                     arrives.update(chunks if step.push else ())
-            written |= now
             pushed |= arrives
 
 

@@ -46,6 +46,7 @@ def every_keyword(hvd: Any) -> Iterator[dict[str, Any]]:
         "prescale_factor": 0.5,
         "postscale_factor": 3.0,
         "compression": hvd.Compression.bf16,
+        "parts": 2 * hvd.size(),
         "process_set": everybody,
         "algorithm": "an algorithm",
         "transport": "a transport",

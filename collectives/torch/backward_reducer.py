@@ -129,13 +129,14 @@ class BackwardReducer:
             self._keeps_order = passes > 1
         self._passes = passes
         for slot in (*self._slots, *self._frozen):
+            slot.leave_tree()
             slot.passes = slot.left = passes
 
     # ---- backward
 
     def arrived(self, slot: GradientSlot) -> None:
         """Note that a backward pass has completed a gradient; called by its hook."""
-        if self._keeps_order and slot.left > 0:
+        if self._keeps_order and slot.left > 0 and not self._newer:
             slot.add_to_tree()
         if self._guard.armed and slot.left == 1:  # the frequent case: the rest costs as much as a small gradient
             slot.left = 0

@@ -115,7 +115,7 @@ def _register_from(file: str) -> str:
             plan = from_mscclpp(file)
             return registration.register(plan.collective, plan.name, plan.build, plan.sizes).name
         runpy.run_path(file)
-    except (OSError, ScheduleError, SyntaxError) as error:
+    except (OSError, ScheduleError, SyntaxError, InvalidArgumentError) as error:
         raise InvalidArgumentError(f"algorithm of {file}: {error} [A84]") from error
     return ""
 

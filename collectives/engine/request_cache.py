@@ -241,10 +241,10 @@ class RequestCache(ABC, Generic[Cached]):
         # An Adasum has an order of its own; a product of complex numbers has none.
         if not self._planner.reproducible or op is Op.ADASUM or (op is Op.PRODUCT and dtypes.is_complex(dtype)):
             return options
-        if options.algorithm in (None, "auto"):
-            return options._replace(algorithm=registry.REPRODUCIBLE)
-        self._planner.check_order(collective, options.algorithm)
-        return options
+        if options.algorithm not in (None, "auto"):
+            self._planner.check_order(collective, options.algorithm)
+        # Also in place of one that keeps the order: on GPUs it alone rounds as hosts do.
+        return options._replace(algorithm=registry.REPRODUCIBLE)
 
     @abstractmethod
     def _reduction(

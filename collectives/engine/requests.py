@@ -138,7 +138,9 @@ class HandleFactory:
         shape, dtype = view.shape[1:], view.dtype
         kernel = reduction.kernel(op, dtype)
         # One row, of which only the request is needed: it checks the arguments, and has the scalings.
-        entry = self.host.requests.reducing("allreduce", _Row(shape, dtype), None, {**keywords, "op": op})
+        entry = self.host.requests.reducing(
+            "allreduce", _Row(shape, dtype), None, {**keywords, "op": op, "parts": total}
+        )
         prescale = reduction.prescale(dtype, entry.request.prescale)
         parts = view.array.reshape(end - begin, -1)
         own = [fixed_tree.nodes(first, last, total) for first, last in shares]
@@ -325,7 +327,13 @@ class HandleFactory:
         }
         if request.collective in ("allgather", "alltoall"):
             view = handles.filled((0, *shape), dtype, 0)
-            entry = handles.requests.gathering(request.collective, view, keywords)
+            if request.of_parts is None:
+                entry = handles.requests.gathering(request.collective, view, keywords)
+            else:
+                scales = {"prescale_factor": request.prescale, "postscale_factor": request.postscale}
+                keywords |= {"op": Op(request.op), "parts": request.of_parts, **scales}
+                reduced = handles.requests.reducing("allreduce", _Row(shape, dtype), None, keywords)
+                entry = self.host.requests.gathering_parts(reduced)
             rows = (0,) * (1 if request.collective == "allgather" else self._size)
             return handles.gathered(entry, view, rows)
         if request.root is not None:

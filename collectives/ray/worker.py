@@ -89,8 +89,8 @@ class Worker:
         if places:
             self.be(places[int(os.environ["COLLECTIVES_RANK"])])
         _queue = queue
-        self._is_called = True
         try:
+            self._is_called = True
             if self._is_given_up:
                 self._give_up()
             return hosted_ranks.call(function, args, kwargs)

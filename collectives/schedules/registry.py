@@ -43,8 +43,9 @@ def add(algorithm: Algorithm) -> Algorithm:
     Raises:
         ScheduleError: there is another one with its name.
     """
-    present = _ALL.setdefault((algorithm.collective, algorithm.name), algorithm)
-    if algorithm.name in NAMES or present.digest != algorithm.digest:
+    key = algorithm.collective, algorithm.name
+    present = None if algorithm.name in NAMES else _ALL.setdefault(key, algorithm)
+    if present is None or present.digest != algorithm.digest:
         raise ScheduleError(
             f"{algorithm.collective}/{algorithm.name}: another algorithm has this name; choose another one"
         )

@@ -156,7 +156,10 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Ask
 
 
 def _present() -> tuple[World | None, int | None]:
-    """The default world and the generation of an elastic job, for the thread that says where this rank is."""
+    """The default world and the generation of an elastic job, for the thread that says where this rank is; while
+    `init` makes a world, a generation before the first, so that the thread does not take this for the end."""
+    if default.joining and default.job is None:
+        return default.world, -1
     return default.world, None if default.job is None else default.job.generation
 
 

@@ -225,3 +225,21 @@ def test_a_training_with_torch_has_the_same_weights_on_any_number_of_ranks() -> 
     with pytest.raises(InvalidArgumentError, match="power of two"):
         parameter = torch.nn.Parameter(torch.zeros(2))
         hvd.DistributedOptimizer(torch.optim.SGD([parameter]), backward_passes_per_step=3, algorithm="reproducible")
+
+
+def test_parts_end_with_an_error_where_a_rank_has_joined_and_with_numbers_of_numpy() -> None:
+    def of_a_rank(world: World) -> int:
+        if world.rank == 2:
+            return world.join()
+        with pytest.raises(MismatchError, match="a rank has joined"):
+            world.allreduce(share(world.rank, 3, 7, (5,), np.float32), parts=7, algorithm="reproducible", name="joined")
+        return world.join()
+
+    thread_groups.run(3, of_a_rank, make_world=World)
+
+    def of_two(world: World) -> Any:
+        parts: Any = np.int64(4) if world.rank else 4
+        return world.allreduce(np.ones((2, 3), np.float32), parts=parts, algorithm="reproducible")
+
+    for mean in thread_groups.run(2, of_two, make_world=World):
+        np.testing.assert_array_equal(mean, np.ones(3, np.float32))

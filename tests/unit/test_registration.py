@@ -277,3 +277,9 @@ def test_a_plan_of_mscclpp_is_proved_and_registered(
 def test_what_a_plan_has_beyond_the_four_steps_is_refused_by_name(text: str, expected: str) -> None:
     with pytest.raises(ScheduleError, match=expected):
         from_mscclpp(text)
+
+
+def test_a_name_of_the_package_is_refused_for_every_collective() -> None:
+    with pytest.raises(InvalidArgumentError, match="another algorithm has this name"):
+        register_algorithm("alltoall", "ring", own.around, sizes=[2])
+    assert "ring" not in registry.on_host("alltoall") and registry.signed("ring") == "ring"

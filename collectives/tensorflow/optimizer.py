@@ -88,7 +88,8 @@ def DistributedOptimizer(
         )
     from collectives.tensorflow import keras
 
-    return keras.DistributedOptimizer(optimizer, **{**vars(options), "name": name})
+    keywords = {key: value for key, value in vars(options).items() if key != "tree_of_passes"}
+    return keras.DistributedOptimizer(optimizer, **{**keywords, "name": name})
 
 
 class _WrappedOptimizer:

@@ -3,6 +3,7 @@ each of two ranks."""
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +31,8 @@ def test_examples_give_what_they_show(tmp_path: Path) -> None:
     modules = [module for module, needed in NEEDS.items() if find_spec(needed)]
     job = ["collectivesrun", "-np", "2", str(python_for("openmpi")), "-m", "tests.support.examples", *modules]
     command = ["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path), *job]
-    environment = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    path = f"{python_for('openmpi').parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     shown = run_command(command, timeout=120, env=environment)
     counts = re.findall(r"(\d+) lines of examples were run; without one, or failed: none", shown.output)
     assert len(counts) == 2 and int(counts[0]) > 60, str(shown)

@@ -197,7 +197,7 @@ def test_below_the_minimum_the_job_waits_and_gives_up(tmp_path: Path) -> None:
 def test_more_resets_than_allowed_end_the_job(tmp_path: Path) -> None:
     options = ("-np", "2", "--min-np", "2", "--max-np", "4", "--reset-limit", "1")
     job = train(tmp_path, "numpy", [TWO, FOUR, "127.0.0.1:2"], *options, expect=1)
-    text = "Horovod was shutdown because number of resets during elastic job exceeded limit: 1"
+    text = "Horovod was shutdown because number of resets during elastic job exceeded limit: 1 [E7]"
     assert job.column("size") == [2, 4] and job.of("gave_up")[0]["text"] == text
 
 

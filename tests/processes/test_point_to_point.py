@@ -174,7 +174,7 @@ def test_a_rank_that_is_killed(waits: Callable[[World, int], None], connect: Any
                     world.sendrecv(block, 0, block.copy(), 0)
             os.kill(os.getpid(), signal.SIGKILL)
         begun = time.monotonic()
-        death = r"has failed \(it died" if connect is processes.by_pipes else r"on \S+ has died: its connection"
+        death = r"has failed \[R5\] \(it died" if connect is processes.by_pipes else r"on \S+ has died: its connection"
         with pytest.raises(RankFailedError, match=f"^rank {world.rank}: rank {victim} {death}"):
             waits(world, victim) if waits is not streams or world.rank == 0 else waits_in_recv(world, victim)
         return time.monotonic() - begun

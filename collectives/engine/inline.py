@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from collectives.schedules import fixed_tree
-from collectives.tensors import reduction
 from collectives.tensors.reduction import Kernel, Scaling
 from collectives.transport.base import Array
 
@@ -29,6 +28,7 @@ class Inline:
         self._nbytes = nbytes = count * dtype.itemsize
         self._kernel, self._finish = kernel, finish
         self._spares = list(np.empty((fixed_tree.intermediates(size), count), dtype))
+        self._merges = fixed_tree.merges(size)
         self._padded: Array | None = None
         if nbytes % WORD_BYTES:
             self._padded = np.zeros(-(-nbytes // WORD_BYTES) * WORD_BYTES, np.uint8)
@@ -46,10 +46,15 @@ class Inline:
         """Combine the tensors that all ranks entered the round with (``words_of`` as of `Control`) into ``out``, which
         may be the memory of this rank's tensor."""
         nbytes, dtype = self._nbytes, self._dtype
-        blocks = [
-            np.frombuffer(words_of(peer), np.uint8)[:nbytes].view(dtype)  # type: ignore[call-overload]
-            for peer in self._peers
-        ]
-        reduction.combine(self._kernel, blocks, self._spares, out)
+        operands: list[Array] = []
+        for peer in self._peers:
+            block = np.frombuffer(words_of(peer), np.uint8)  # type: ignore[call-overload]
+            operands.append(block[:nbytes].view(dtype))
+        kernel, count = self._kernel, len(operands)
+        operands += self._spares
+        *inner, last = self._merges
+        for left, right, depth, _ in inner:
+            kernel(operands[left], operands[right], operands[count + depth])
+        kernel(operands[last.left], operands[last.right], out)
         if self._finish is not None:
             self._finish(out, out)

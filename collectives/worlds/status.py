@@ -104,6 +104,7 @@ def _tell(
                 return _remove(Path(path), os.getpid())
             joined = joined or world is not None
             line |= _of_world(world, generation)
+        world = None  # one that ends meanwhile is not kept
         now = time.monotonic()
         if before != (before := (where, line.get("operations"), line["rank"])):
             changed = now

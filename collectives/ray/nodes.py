@@ -5,11 +5,11 @@ An agent is a child of the actor that holds the node's resources; see `collectiv
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -100,7 +100,6 @@ class Node:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self._folder / CALL).write_bytes(call)
         self._queue: Any = None
-        self._bringing = threading.Lock()
 
     def run(self, address: str, port: int, key: str, queue: Any) -> None:
         """Run an agent whose standard streams are connections to the relay; returns when it has ended.
@@ -111,21 +110,26 @@ class Node:
         self._queue = queue
         agent = relayed.start_agent(address, port, key)
         while queue is not None and agent.poll() is None:
-            self._bring_logged()
+            self.bring_logged(queue)
             with suppress(subprocess.TimeoutExpired):
                 agent.wait(LOOK)
         agent.wait()
 
-    def _bring_logged(self) -> None:
-        with self._bringing:
+    def bring_logged(self, queue: Any) -> None:
+        """Put what rank 0 has logged into a queue."""
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # several nodes on one machine have one folder
             for path in sorted(self._folder.glob(f"{_LOGGED}*[0-9]")):
-                self._queue.put(path.read_bytes())
+                queue.put(path.read_bytes())
                 path.unlink()
+        finally:
+            os.close(folder)
 
     def files(self) -> dict[str, bytes]:
         """What the ranks have left in the folder."""
         if self._queue is not None:
-            self._bring_logged()
+            self.bring_logged(self._queue)
         return {path.name: path.read_bytes() for path in self._folder.iterdir() if path.is_file() and path.name != CALL}
 
     def close(self) -> None:

@@ -1,10 +1,12 @@
 """An elastic job on a local Ray cluster of several nodes: a rank is killed, a node comes, and goes."""
 
 import os
+import pickle
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from ray.util.placement_group import placement_group, remove_placement_group  # 
 
 import collectives  # noqa: E402
 from collectives import InvalidArgumentError, RankFailedError  # noqa: E402
-from collectives.ray import ElasticRayExecutor, RayExecutor, log  # noqa: E402
+from collectives.ray import ElasticRayExecutor, RayExecutor, log, nodes  # noqa: E402
 
 pytestmark = pytest.mark.slow
 ROOT = str(Path(__file__).parents[2])
@@ -112,6 +114,25 @@ def test_a_rank_is_killed_a_node_comes_and_goes(tmp_path: Path) -> None:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def test_nodes_on_one_machine_bring_each_logged_value_once_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Values(list[Any]):
+        def put(self, data: bytes) -> None:
+            time.sleep(0.001)  # as long as Ray's queue takes: what comes twice does so meanwhile
+            self.append(pickle.loads(data))
+
+    values = Values()
+    monkeypatch.setenv(nodes.LOG, str(tmp_path))
+    several = [nodes.Node(str(tmp_path), b"") for _ in range(4)]
+    for value in range(50):
+        nodes.log(value)
+    with ThreadPoolExecutor(len(several)) as threads:
+        for done in [threads.submit(node.bring_logged, values) for node in several]:
+            done.result(WITHIN)
+    assert values == list(range(50))
 
 
 def test_mistakes_are_said() -> None:

@@ -85,7 +85,7 @@ def parts(chosen: argparse.Namespace) -> Iterator[Part]:
             for number, (name, python) in enumerate(chosen.mpi):
                 largest = min(LARGEST[ranks], chosen.largest, key=parse_bytes)
                 peers = "mpi,gloo" if number == 0 else "mpi"
-                sizes = ["-b", "4", "-e", largest, "-f", "8", "-n", str(chosen.calls), "-w", "2"]
+                sizes = ["-b", "4", "-e", largest, "-f", "4", "-n", str(chosen.calls), "-w", "2"]
                 options = [*sizes, "--memory", "mapped,private", "--peers", peers]
                 command = launched(python, ranks, collective, *options)
                 yield Part(f"{collective}-{ranks}-{number}", f"{collective}, {ranks} ranks, {name}", command)

@@ -16,8 +16,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def report(output: Path, page: Path) -> None:
     """Write the page of a run, and its pictures beside it."""
     run = json.loads((output / "run.json").read_text())
     lines = [PREFACE.format(**run)]
-    lost: list[str] = []
+    compared: list[Compared] = []
     for collective in COLLECTIVES:
         for ranks in LARGEST:
             documents = {
@@ -121,7 +122,7 @@ def report(output: Path, page: Path) -> None:
                 if (file := output / f"{collective}-{ranks}-{number}.json").exists()
             }
             if documents:
-                lines += [f"### {collective}, {ranks} ranks\n", *table(documents, f"{collective}, {ranks} ranks", lost)]
+                lines += [f"### {collective}, {ranks} ranks\n", *table(documents, collective, ranks, compared)]
                 if ranks == 2:
                     picture = page.parent / "pictures" / f"peers-{collective}.svg"
                     picture.parent.mkdir(exist_ok=True)
@@ -136,14 +137,25 @@ def report(output: Path, page: Path) -> None:
             lines.append(f"### {title.removeprefix('# ')}\n\n    {command}\n\n```text\n{shown}\n```\n")
         elif not file.with_suffix(".json").exists():
             lines.append(f"{title.removeprefix('# ')}: {printed[-1]}\n")
-    lines += ["## Where we lose\n", *(lost or ["Nowhere in this run."]), ""]
+    lines += ["## Where we lose\n", *counted(compared), "", *losses(compared), ""]
     page.write_text("\n".join(lines))
 
 
-def table(documents: dict[str, Any], title: str, lost: list[str]) -> list[str]:
-    """Rows of sizes: our microseconds, and the time of each peer divided by ours in the same run. What is lost to a
-    peer is a line added to ``lost``."""
-    mode = "in-place" if title.startswith(IN_PLACE) else "out-of-place"
+@dataclass(frozen=True)
+class Compared:
+    """A peer's times as shares of ours by the bytes of a tensor; ``memory``: whose NumPy arrays ours were."""
+
+    collective: str
+    ranks: int
+    memory: str
+    peer: str
+    shares: dict[int, float]
+
+
+def table(documents: dict[str, Any], collective: str, ranks: int, compared: list[Compared]) -> list[str]:
+    """Rows of sizes: our microseconds, and the time of each peer divided by ours in the same run; the peers' columns
+    are added to ``compared``."""
+    mode = "in-place" if collective in IN_PLACE else "out-of-place"
     ours: dict[int, float] = {}
     ratios: dict[str, dict[int, float]] = {"ours, private": {}}
     for name, document in documents.items():
@@ -155,23 +167,68 @@ def table(documents: dict[str, Any], title: str, lost: list[str]) -> list[str]:
             shares = {record["size"]: _ratio(record) for record in records if record["contestant"] == contestant}
             if shares:
                 ratios[peer] = shares
-                lost += _losses(title, peer, "mapped", shares)
-                lost += _losses(title, peer, "private", {size: shares[size] / private[size] for size in shares})
-    rows = [f"| bytes | ours, mapped (µs) | {' | '.join(ratios)} |", "|---" * (2 + len(ratios)) + "|"]
+                beside_private = {size: share / private[size] for size, share in shares.items()}
+                compared.append(Compared(collective, ranks, "mapped", peer, shares))
+                compared.append(Compared(collective, ranks, "private", peer, beside_private))
+    rows = table_rows(["bytes", "ours, mapped (µs)", *ratios])
     for size in sorted(ours):
         cells = [f"{column[size]:.2f}" if size in column else "" for column in ratios.values()]
-        rows.append(f"| {short_bytes(size)} | {ours[size]:,.1f} | {' | '.join(cells)} |")
+        rows += table_rows([short_bytes(size), f"{ours[size]:,.1f}", *cells], is_head=False)
     return [*rows, ""]
+
+
+def table_rows(cells: Sequence[str], is_head: bool = True) -> list[str]:
+    return [f"| {' | '.join(cells)} |", *(["|---" * len(cells) + "|"] if is_head else [])]
 
 
 def _ratio(record: dict[str, Any]) -> float:
     return float(record["ratio"]["median"])
 
 
-def _losses(title: str, peer: str, memory: str, shares: dict[int, float]) -> list[str]:
-    worse = {size: 1 / share for size, share in shares.items() if share < LOST}
-    sizes = ", ".join(map(short_bytes, worse))
-    return [f"- {title}, {memory}: {peer} at {sizes} (up to {max(worse.values()):.1f} times)"] if worse else []
+def counted(compared: list[Compared]) -> list[str]:
+    """For each peer and class of sizes: in how many cases ours took less time, as long, and more."""
+    rows = table_rows(["cases: faster, as fast, slower than", "to 16 KiB", "to 1 MiB", "above"])
+    for peer in dict.fromkeys(each.peer for each in compared):
+        cells = []
+        for above, largest in ((0, 16 << 10), (16 << 10, 1 << 20), (1 << 20, 1 << 40)):
+            shares = [
+                share
+                for each in compared
+                for size, share in each.shares.items()
+                if each.peer == peer and above < size <= largest
+            ]
+            won, lost = sum(share > 1 / LOST for share in shares), sum(share < LOST for share in shares)
+            cells.append(f"{won}, {len(shares) - won - lost}, {lost}")
+        rows += table_rows([peer, *cells], is_head=False)
+    return rows
+
+
+def losses(compared: list[Compared]) -> list[str]:
+    """A row for each collective, number of ranks and memory: at which sizes a peer is faster, and how much at most."""
+    peers = list(dict.fromkeys(each.peer for each in compared))
+    rows = table_rows(["slower than", *peers])
+    places = dict.fromkeys((each.collective, each.ranks, each.memory) for each in compared)
+    for collective, ranks, memory in places:
+        cells = {
+            each.peer: _lost(each.shares)
+            for each in compared
+            if (each.collective, each.ranks, each.memory) == (collective, ranks, memory)
+        }
+        if any(cells.values()):
+            name = f"{collective}, {ranks} ranks, {memory}"
+            rows += table_rows([name, *(cells.get(peer, "") for peer in peers)], is_head=False)
+    return rows
+
+
+def _lost(shares: dict[int, float]) -> str:
+    """Such as "4 to 16K, 64M (up to 3.3 times)"; nothing if ours is nowhere slower."""
+    runs = [
+        [short_bytes(size) for size, _ in run]
+        for is_lost, run in groupby(sorted(shares.items()), lambda case: case[1] < LOST)
+        if is_lost
+    ]
+    sizes = ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+    return f"{sizes} (up to {1 / min(shares.values()):.1f} times)" if runs else ""
 
 
 def joined(documents: dict[str, Any]) -> dict[str, Any]:

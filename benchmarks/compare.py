@@ -57,13 +57,12 @@ class Part:
                 env=environment,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                capture_output=True,
                 text=True,
                 timeout=_TIMEOUT,
                 check=False,
             )
-            text = ended.stdout if ended.returncode == 0 else f"{ended.stdout}\n{failed(ended.stdout)}"
+            text = ended.stdout if ended.returncode == 0 else f"{ended.stdout}\n{failed(ended.stderr)}"
         except subprocess.TimeoutExpired:
             text = f"did not end within {_TIMEOUT} s"
         (output / f"{self.file}.txt").write_text(f"# {self.title}\n$ {' '.join(command)}\n{text}")
@@ -90,6 +89,9 @@ def parts(chosen: argparse.Namespace) -> Iterator[Part]:
                 options = [*sizes, "--memory", "mapped,private", "--peers", peers]
                 command = launched(python, ranks, collective, *options)
                 yield Part(f"{collective}-{ranks}-{number}", f"{collective}, {ranks} ranks, {name}", command)
+        for number, (name, python) in enumerate(chosen.mpi):
+            command = launched(python, ranks, "latency", "-n", "9", "--peers", "mpi,gloo" if number == 0 else "mpi")
+            yield Part(f"latency-{ranks}-{number}", f"small all-reduces back to back, {ranks} ranks, {name}", command)
     python = chosen.mpi[0][1]
     if chosen.cluster:
         for setup in ("2x1", "4x1", "2x2"):
@@ -112,7 +114,7 @@ def parts(chosen: argparse.Namespace) -> Iterator[Part]:
 def report(output: Path, page: Path) -> None:
     """Write the page of a run, and its pictures beside it."""
     run = json.loads((output / "run.json").read_text())
-    lines = [PREFACE.format(**run)]
+    lines: list[str] = []
     compared: list[Compared] = []
     for collective in COLLECTIVES:
         for ranks in LARGEST:
@@ -129,16 +131,17 @@ def report(output: Path, page: Path) -> None:
                     plot(joined(documents), picture)
                     picture.with_suffix(".png").unlink()
                     lines.append(f"![Bus bandwidth of {collective} by size](pictures/{picture.name})\n")
-    lines += ["## Between hosts, in frameworks, and what could not run\n"]
+    lines += ["## Back to back, between hosts, in frameworks, and what could not run\n"]
     for file in sorted(output.glob("*.txt")):
         title, command, *printed = file.read_text().splitlines()
         if not file.stem.startswith(COLLECTIVES):
             shown = "\n".join(printed).strip()
-            lines.append(f"### {title.removeprefix('# ')}\n\n    {command}\n\n```text\n{shown}\n```\n")
+            words = " ".join(Path(word).name if word.startswith("/") else word for word in command.split())
+            lines.append(f"### {title.removeprefix('# ')}\n\n    {words}\n\n```text\n{shown}\n```\n")
         elif not file.with_suffix(".json").exists():
             lines.append(f"{title.removeprefix('# ')}: {printed[-1]}\n")
-    lines += ["## Where we lose\n", *counted(compared), "", *losses(compared), ""]
-    page.write_text("\n".join(lines))
+    lost = ["## Where we lose\n", *counted(compared), "", *losses(compared), "", "## On one host\n"]
+    page.write_text("\n".join([PREFACE.format(**run), *lost, *lines]))
 
 
 @dataclass(frozen=True)
@@ -249,11 +252,10 @@ One run of `python -m benchmarks.compare` on {when}: {machine}.
 In each process ours and the peer take turns call by call, as `benchmarks/README.md` describes. A table has our median
 in microseconds for tensors that the ranks map (`collectives.empty`, or results), and the median of the other's time
 divided by ours in the same round: above 1 ours is faster. "ours, private" are NumPy arrays as they come. More ranks
-than cores take turns on them.
+than cores take turns on them. A call comes right after another contestant's, which costs small tensors more than their
+own time: those in a loop are under "small all-reduces back to back".
 
 {versions}
-
-## On one host
 """
 
 

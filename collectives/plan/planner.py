@@ -96,7 +96,7 @@ class Crossovers:
     native: int = 2 * KIB
     """MPI's own all-reduce, over messages."""
     doubling: int = 32 * KIB
-    """Recursive doubling over messages."""
+    """Recursive doubling over messages: this times the ranks over their binary logarithm."""
     straight: int = 512 * KIB
     """Bytes up to which 3 or 4 ranks on as many hosts send each other blocks straight over TCP. Beyond, a ring takes
     0.93 of the time, because every link into a host then has one sender."""
@@ -364,6 +364,8 @@ class Planner:
     ) -> tuple[str, str]:
         """The algorithm, and why: the first row of the collective's table that applies."""
         limits, size = self.crossovers, self.placement.size
+        # It saves about two messages for each rank, and sends the tensor once for each bit of their number.
+        doubling = limits.doubling * size // max(1, (size - 1).bit_length())
         messages = medium is Medium.MESSAGE
         across = messages or not self.placement.one_host
         table: tuple[tuple[bool, str, str], ...]
@@ -376,9 +378,9 @@ class Planner:
                 ),
                 (native and nbytes <= limits.native, "native", f"MPI's own up to {limits.native} bytes over messages"),
                 (
-                    nbytes <= limits.doubling and not ordered,
+                    nbytes <= doubling and not ordered,
                     "recursive-doubling",
-                    f"fewest messages up to {limits.doubling} bytes",
+                    f"fewest messages up to {doubling} bytes",
                 ),
                 (not messages, "hierarchical", "several hosts, whose ranks share memory"),
                 (size == 2, "direct", "2 ranks over messages"),
@@ -402,8 +404,8 @@ class Planner:
             )
         elif collective == "broadcast" and across:
             table = (
-                (nbytes <= limits.doubling, "recursive-doubling", f"messages, up to {limits.doubling} bytes"),
-                (True, "ring", f"above {limits.doubling} bytes"),
+                (nbytes <= doubling, "recursive-doubling", f"messages, up to {doubling} bytes"),
+                (True, "ring", f"above {doubling} bytes"),
             )
         elif collective == "broadcast":
             table = (

@@ -208,7 +208,7 @@ def counted(compared: list[Compared]) -> list[str]:
 
 def losses(compared: list[Compared]) -> list[str]:
     """A row for each collective, number of ranks and memory: at which sizes a peer is faster, and how much at most."""
-    peers = list(dict.fromkeys(each.peer for each in compared))
+    peers = list(dict.fromkeys(each.peer for each in compared if _lost(each.shares)))
     rows = table_rows(["slower than", *peers])
     places = dict.fromkeys((each.collective, each.ranks, each.memory) for each in compared)
     for collective, ranks, memory in places:

@@ -137,7 +137,7 @@ def report(output: Path, page: Path) -> None:
         if not file.stem.startswith(COLLECTIVES):
             shown = "\n".join(printed).strip()
             words = " ".join(Path(word).name if word.startswith("/") else word for word in command.split())
-            lines.append(f"### {title.removeprefix('# ')}\n\n    {words}\n\n```text\n{shown}\n```\n")
+            lines.append(f"### {title.removeprefix('# ')}\n\n```text\n{words}\n{shown}\n```\n")
         elif not file.with_suffix(".json").exists():
             lines.append(f"{title.removeprefix('# ')}: {printed[-1]}\n")
     lost = ["## Where we lose\n", *counted(compared), "", *losses(compared), "", "## On one host\n"]

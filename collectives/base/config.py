@@ -19,7 +19,6 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.base.interchange import exchangeable
 from collectives.schedules import registration, registry
 from collectives.schedules.mscclpp import from_mscclpp
-from collectives.schedules.proof.verify import ScheduleError
 
 ALGORITHMS = ("auto", *registry.NAMES)
 TRANSPORTS = ("auto", "window", "mapped", "direct-read", "mpi")
@@ -115,7 +114,7 @@ def _register_from(file: str) -> str:
             plan = from_mscclpp(file)
             return registration.register(plan.collective, plan.name, plan.build, plan.sizes).name
         runpy.run_path(file)
-    except (OSError, ScheduleError, SyntaxError, InvalidArgumentError) as error:
+    except (OSError, LookupError, SyntaxError, ValueError) as error:
         raise InvalidArgumentError(f"algorithm of {file}: {error} [A84]") from error
     return ""
 

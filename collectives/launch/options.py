@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from collectives.base.config import Config, count, parse_bool, parser
+from collectives.base.errors import InvalidArgumentError
 
 
 def parsed(parse: Callable[[str], Any], text: str, expected: str | None = None) -> Any:
-    """Parse a text; a ValueError says what is ``expected``, by default the parser's docstring."""
+    """Parse a text; a ValueError says what is ``expected``, by default the parser's docstring, or what is wrong."""
     try:
         return parse(text)
+    except InvalidArgumentError:
+        raise
     except (ValueError, LookupError):
         raise ValueError(f"expected {expected or parse.__doc__}, got {text!r}") from None
 

@@ -13,6 +13,7 @@ import pytest
 from collectives.algorithms import register_algorithm
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError
+from collectives.launch.command_line import make_parser
 from collectives.schedules import copy, direct, from_mscclpp, receive, reduce, registry, send, tree
 from collectives.schedules.proof.verify import ScheduleError
 from collectives.schedules.schedule import Step
@@ -160,7 +161,7 @@ def test_it_is_simulated_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
         drawing.page_element("allreduce", "mine", 5)
 
 
-def test_a_setting_names_a_file(tmp_path: Path) -> None:
+def test_a_setting_and_an_option_name_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "import collectives\nfrom tests.support.schedules import own\n"
@@ -170,14 +171,19 @@ def test_a_setting_names_a_file(tmp_path: Path) -> None:
     assert config.algorithm == registry.signed("filed") and config.algorithm.startswith("filed@")
     wrong = tmp_path / "wrong.py"
     wrong.write_text(file.read_text().replace("own.star", "lambda rank, size: []"))
+    broken = tmp_path / "broken.py"
+    broken.write_text("[][0]")
     for text, expected in (
         (f"{wrong}:filed", "lacks the contribution"),
+        (f"{broken}:filed", "broken.py: list index out of range"),
         (f"{tmp_path}/none.py:filed", "No such file"),
         (f"{file}:other", "expected one of auto, ring"),
         ("other", "one registered before init"),
     ):
         with pytest.raises(InvalidArgumentError, match=expected):
             Config.from_environment({"COLLECTIVES_ALGORITHM": text})
+        with pytest.raises(InvalidArgumentError, match=f"--algorithm: .*{expected}"):
+            make_parser().parse_args(["--algorithm", text])
 
 
 def test_the_prover_refuses_mutants_that_are_wrong() -> None:

@@ -8,6 +8,7 @@ A rank that waits names the ranks that are missing; what those do is in their ow
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -70,15 +71,18 @@ class Statuses:
 
 def by_others() -> dict[int, dict[str, Any]]:
     """Return snapshots of this user's jobs on this host that another launcher has started, each by the least number of
-    its processes here. The files of processes that were killed are removed."""
+    its processes here. Files that their ranks do not hold a lock on any more are removed: these were killed."""
     jobs: dict[str, list[Line]] = {}
     for path in user_folder().glob(f"{OF_RANKS}*"):
         try:
-            os.kill(int(path.name.removeprefix(OF_RANKS)), 0)
-            line = json.loads(path.read_bytes().partition(b"\n")[0])
-            jobs.setdefault(line["job"], []).append({**line, "age": round(time.time() - path.stat().st_mtime, 2)})
-        except ProcessLookupError:
-            path.unlink(missing_ok=True)
+            with path.open("rb") as file:
+                with suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    path.unlink(missing_ok=True)
+                    continue
+                line = json.loads(file.readline())
+                age = time.time() - os.fstat(file.fileno()).st_mtime
+            jobs.setdefault(line["job"], []).append({**line, "age": round(age, 2)})
         except (OSError, ValueError):
             continue  # it has just begun, or ends
     snapshots = {}

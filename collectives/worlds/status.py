@@ -1,14 +1,16 @@
 """A rank says twice a second where it is: which line of the program, what it waits for, and for whom.
 
 Under ``collectivesrun`` these lines of JSON go into a pipe that it has named, and in ranks that another launcher has
-started each into a file of the user's, in place of the one before (`collectives.launch.status` reads both). A thread
-of its own writes them, so that no call becomes slower. A rank that is stopped, or in C code that keeps the
-interpreter's lock, says nothing, which shows as well.
+started each into a file of the user's, in place of the one before (`collectives.launch.status` reads both). The rank
+holds a lock on its file, which the kernel releases when the process ends, however it does. A thread of its own writes
+the lines, so that no call becomes slower. A rank that is stopped, or in C code that keeps the interpreter's lock, says
+nothing, which shows as well.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import socket
@@ -46,6 +48,8 @@ _MEET = (
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 """Variables that are alike in the ranks of one job."""
+_held: dict[Path, int] = {}
+"""This rank's file, where there is one, and the descriptor that holds its lock."""
 
 
 def start(
@@ -62,12 +66,10 @@ def start(
     about: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time(), "rank": None}
     if not path:
         try:
-            file = user_folder() / f"{OF_RANKS}{os.getpid()}"
-            file.write_bytes(b"")
+            path, about["job"] = str(_made_file()), ""
         except OSError:
+            _remove()
             return None
-        atexit.register(_remove, file, os.getpid())
-        path, about["job"] = str(file), ""
         about["rank"] = launchers.rank(os.environ) if asked.rank is None else asked.rank
     thread = threading.Thread(
         target=_tell, args=(path, present, about, asked.rendezvous), name="collectives status", daemon=True
@@ -76,9 +78,33 @@ def start(
     return thread
 
 
-def _remove(file: Path, pid: int) -> None:
-    if pid == os.getpid():  # and not a forked child
-        file.unlink(missing_ok=True)
+def _made_file() -> Path:
+    """Make this rank's file, locked already when it gets its name: readers remove one that is not."""
+    path = user_folder() / f"{OF_RANKS}{os.getpid()}"
+    new = path.with_name(f"new-{path.name}")
+    _held[new] = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    fcntl.flock(_held[new], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    new.rename(path)
+    _held[path] = _held.pop(new)
+    return path
+
+
+@atexit.register
+def _remove() -> None:
+    """Remove this rank's file."""
+    while _held:
+        path, file = _held.popitem()
+        path.unlink(missing_ok=True)
+        os.close(file)
+
+
+def _release() -> None:
+    """In a forked child, give up its part in the parent's lock."""
+    while _held:
+        os.close(_held.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_release)
 
 
 def _job() -> str:
@@ -100,8 +126,7 @@ def _tell(
         with suppress(Exception):  # what another thread is about to change or to end; the next line has it
             world, generation = present()
             if "job" in about and joined and (world, generation) == (None, None):
-                atexit.unregister(_remove)
-                return _remove(Path(path), os.getpid())
+                return _remove()
             joined = joined or world is not None
             line |= _of_world(world, generation)
         world = None  # one that ends meanwhile is not kept

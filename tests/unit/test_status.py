@@ -170,6 +170,39 @@ def test_ranks_that_another_launcher_has_started_are_found_by_their_files(
     assert not thread.is_alive() and not list(folder.iterdir())
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from collectives.base import user_folder
+from collectives.transport.stores.rendezvous import Asked
+from collectives.worlds import status
+user_folder.FOLDER = Path(sys.argv[1])
+status._EVERY = 0.05
+assert status.start("", lambda: (None, None), Asked("tcp://node1:29400", None, 0, 1))
+if not os.fork():
+    sys.stdin.read()  # the child outlives the rank
+    os._exit(0)
+print("told", flush=True)
+signal.pause()
+"""
+
+
+def test_a_killed_rank_is_not_taken_for_the_process_that_has_its_number(folder: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == b"told\n"
+        file = folder / f"rank-{rank.pid}"
+        end = time.monotonic() + 20
+        while not (line := file.read_bytes()) and time.monotonic() < end:
+            time.sleep(0.01)  # until its thread has written
+        assert list(status_server.jobs()) == [rank.pid]
+        rank.kill()
+        rank.wait(20)
+        file.write_bytes(line.replace(str(rank.pid).encode(), str(os.getpid()).encode()))
+        file.rename(folder / f"rank-{os.getpid()}")
+        assert status_server.jobs() == {} and not list(folder.iterdir())
+
+
 @pytest.fixture
 def address(folder: Path) -> Iterator[str]:
     with status_server.serve(lambda: Statuses(1).snapshot("python train.py"), 0) as served:

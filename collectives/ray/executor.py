@@ -321,7 +321,7 @@ class RayExecutor:
             self._wait(references, outcomes, queue, callbacks)
         finally:
             if len(outcomes) < len(references) or any(outcome.failure for outcome in outcomes.values()):
-                self._interrupt([rank for rank, each in enumerate(references) if each not in outcomes])
+                self._interrupt([rank for rank, each in enumerate(references) if each not in outcomes], len(references))
         return hosted_ranks.results([outcomes[each] for each in references if each in outcomes], f"RayExecutor.{what}")
 
     def _wait(
@@ -343,20 +343,25 @@ class RayExecutor:
             if end == float("inf") and any(outcome.failure for outcome in outcomes.values()):
                 end = time.monotonic() + _AFTER_FAILURE
 
-    def _interrupt(self, ranks: Sequence[int]) -> None:
-        """End the calls of these ranks, and have all leave each other; end the workers if they cannot be used again."""
-        free = {node: self._workers[rank] for rank, (node, _) in enumerate(self._processes) if rank not in ranks}
+    def _interrupt(self, ranks: Sequence[int], called: int) -> None:
+        """End the calls of these ranks, and have all leave each other; end the workers if they cannot be used again.
+
+        Only the first ``called`` ranks, which have had the call, are waited for: others may still be busy with an
+        earlier one, after which they leave.
+        """
+        processes = self._processes[:called]
+        free = {node: self._workers[rank] for rank, (node, _) in enumerate(processes) if rank not in ranks}
         busy: Sequence[Any] = self._workers
         try:
             if not self._lost:
                 sent = [
                     # A task starts a process, which takes a second.
                     free[node].interrupt.remote(process) if node in free else interrupt(node, process)
-                    for node, process in (self._processes[rank] for rank in ranks)
+                    for node, process in (processes[rank] for rank in ranks)
                 ]
                 if sent:
                     ray.wait(sent, num_returns=len(sent), timeout=_RETURN_WITHIN)
-                leaving = [worker.leave.remote() for worker in self._workers]
+                leaving = [worker.leave.remote() for worker in self._workers][:called]
                 _, busy = ray.wait(leaving, num_returns=len(leaving), timeout=_RETURN_WITHIN)
         finally:
             if busy:

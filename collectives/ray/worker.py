@@ -119,6 +119,7 @@ class Worker:
 
     def leave(self) -> None:
         """Leave the other ranks, some of which have failed."""
+        self._is_called = False  # where a signal came as the call ended
         runtime.shutdown()
         self._is_given_up = False
 

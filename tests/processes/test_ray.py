@@ -79,6 +79,12 @@ def fail_before_init(others_sleep: bool) -> None:
     collectives.init()
 
 
+def wait_on_rank_1(file: str) -> int:
+    while os.environ["COLLECTIVES_RANK"] == "1" and not os.path.exists(file):
+        time.sleep(0.01)  # the program makes it
+    return os.getpid()
+
+
 def die() -> None:
     collectives.init()
     if collectives.rank() == 1:
@@ -138,6 +144,17 @@ def test_a_callback_that_raises_costs_no_worker(executor: RayExecutor) -> None:
     with pytest.raises(ZeroDivisionError):
         executor.run(meet_for_ever, callbacks=[lambda _: 1 / 0])
     assert [total for _, _, total, _ in executor.run(meet)] == [3.0, 3.0]
+
+
+def test_a_single_call_that_raises_leaves_the_other_ranks_calls_alone(executor: RayExecutor, tmp_path: Path) -> None:
+    references = executor.run_remote(wait_on_rank_1, [str(tmp_path / "goes-on")])
+    first = ray.get(references[0])
+    with pytest.raises(RankFailedError, match=r"RayExecutor.execute_single: rank 0 .*ZeroDivisionError"):
+        executor.execute_single(lambda counter: 1 / 0)
+    (tmp_path / "goes-on").touch()
+    processes = [first, ray.get(references[1])]
+    assert [total for _, _, total, _ in executor.run(meet)] == [3.0, 3.0]
+    assert executor.run(os.getpid) == processes
 
 
 def test_ranks_meet_at_a_port_that_is_free(executor: RayExecutor) -> None:

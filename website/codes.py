@@ -36,8 +36,17 @@ UNSEEN = (
     ("jax/eager.py", "an earlier program has failed"),
     ("ray/executor.py", "RayExecutor: …lost…"),
     ("transport/stores/store_exchange.py", "told by …why…"),
+    ("tools/bench/command.py", "…error…"),
+    ("worlds/exit_hooks.py", "failed while …doing…:"),
+    # These say what goes well, or as asked.
+    ("launch/cli.py", "status at"),
+    ("launch/kubernetes.py", "its first lines say how to start it"),
+    ("launch/output.py", "interrupted as rank"),
+    ("tools/bench/run.py", "# "),
 )
 """Texts without a code: by module, some words of each."""
+PROGRAM = re.compile(r"^collectives( [a-z]+|run)?: |^…prog…: ")
+"""What begins a text that is printed."""
 
 
 @dataclass(frozen=True, order=True)
@@ -78,7 +87,7 @@ def modules() -> list[tuple[str, dict[ast.AST, ast.AST]]]:
     folder, found = ROOT / "collectives", []
     for file in sorted(folder.rglob("*.py")):
         source = file.read_text()
-        if "Error(" not in source and not CODE.search(source):
+        if not re.search(r"Error\(|sys\.stderr", source) and not CODE.search(source):
             continue
         tree = ast.parse(source)
         parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
@@ -104,7 +113,8 @@ def messages() -> list[Message]:
 
 
 def uncoded() -> list[str]:
-    """Texts of errors and warnings that should have a code, as ``path:line: text``."""
+    """Texts of errors and warnings, and those that are printed to stderr, that should have a code, as ``path:line:
+    text``."""
     named = _subclasses(TREE) | TEXTS
     lacking = {}
     for path, parents in modules():
@@ -113,7 +123,9 @@ def uncoded() -> list[str]:
                 continue
             name = _function(call)
             is_raised = name in RAISED or (name == "ValueError" and path.startswith(("horovod/", "torch/")))
-            if name in named or (is_raised and isinstance(parent, ast.Raise)):
+            is_printed = name == "print" and any(ast.unparse(option.value) == "sys.stderr" for option in call.keywords)
+            is_printed |= name == "say" and path.startswith("launch/")
+            if name in named or is_printed or (is_raised and isinstance(parent, ast.Raise)):
                 for node in _texts(call.args[0], call, parents):
                     lacking[f"{path}:{getattr(node, 'lineno', 0)}: {shown(node)}"] = path, shown(node)
     return [
@@ -243,7 +255,7 @@ def _texts(node: ast.AST, call: ast.AST, parents: dict[ast.AST, ast.AST]) -> Ite
 
 def _own_words(text: str) -> bool:
     """Whether a text says more than whose text it hands on."""
-    return len(re.sub(r"…[^…]*…|rank|[^a-z]", "", text)) >= 3
+    return len(re.sub(r"…[^…]*…|rank|[^a-z]", "", PROGRAM.sub("", text))) >= 3
 
 
 def _kind(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:

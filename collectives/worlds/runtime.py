@@ -438,7 +438,8 @@ def _leave() -> None:
         default.world.leave()
     elif default.interrupted:
         print(
-            "collectives: init() was interrupted, and this rank ends without having joined the others: ending the job",
+            "collectives: init() was interrupted, and this rank ends without having joined the others: ending the job "
+            "[W64]",
             file=sys.stderr,
         )
         connect.abort(1)

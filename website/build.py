@@ -30,12 +30,19 @@ MODULES = {
     "keras": "collectives.keras",
     "jax": "collectives.jax",
     "elastic": "collectives.elastic",
+    "torch-elastic": "collectives.torch.elastic",
+    "tensorflow-elastic": "collectives.tensorflow.elastic",
+    "tensorflow-keras-elastic": "collectives.tensorflow.keras.elastic",
+    "keras-elastic": "collectives.keras.elastic",
+    "jax-elastic": "collectives.jax.elastic",
     "ray": "collectives.ray",
     "spark": "collectives.spark",
     "dask": "collectives.dask",
     "notebook": "collectives.notebook",
 }
 """The pages of the reference, and the module that each describes."""
+BASES = ("collectives", "elastic")
+"""Pages whose entries the others only name."""
 CONVENTION = "The examples are of two ranks, after `import {} as hvd` and `hvd.init()`, where the module has it."
 COMMAND_LINES = ("collectivesrun", *(f"collectives {command}" for command in COMMANDS if command != "run"))
 PLACEHOLDER = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
@@ -87,15 +94,18 @@ def reference() -> dict[str, str]:
         resolve_aliases=True,
         extensions=griffe.load_extensions("unpack_typeddict", ROOT / "website" / "runtime.py"),
     )
-    pages, shared = {}, set(entries(package).values())
-    for page, path in MODULES.items():
-        module = package[path.removeprefix("collectives.")] if path != "collectives" else package
-        names = entries(module)
-        same = [name for name, where in names.items() if module is not package and where in shared]
-        text = f"# `{path}`\n\n{module.docstring.value if module.docstring else ''}\n\n{CONVENTION.format(path)}\n\n"
-        if same:
-            text += f"Unchanged from [`collectives`](collectives.md): {', '.join(f'`{name}`' for name in same)}.\n\n"
-        text += "\n".join(f"::: {path}.{name}\n" for name in sorted(names.keys() - set(same), key=str.swapcase))
+    modules = {page: package.modules_collection[path] for page, path in MODULES.items()}
+    described = {where: base for base in reversed(BASES) for where in entries(modules[base]).values()}
+    pages = {}
+    for page, module in modules.items():
+        names, path = entries(module), module.path
+        elsewhere = {name: base for name, where in names.items() if (base := described.get(where, page)) != page}
+        summary = module.docstring.value.replace("Example:\n", "Example:\n\n") if module.docstring else ""
+        text = f"# `{path}`\n\n{summary}\n\n{CONVENTION.format(path.removesuffix('.elastic'))}\n\n"
+        for base in dict.fromkeys(elsewhere.values()):
+            same = ", ".join(f"`{name}`" for name, where in elsewhere.items() if where == base)
+            text += f"Unchanged from [`{MODULES[base]}`]({base}.md): {same}.\n\n"
+        text += "\n".join(f"::: {path}.{name}\n" for name in sorted(names.keys() - elsewhere.keys(), key=str.swapcase))
         pages[f"reference/{page}.md"] = text
     return pages
 

@@ -12,7 +12,7 @@ import griffe
 from collectives import api, point_to_point
 
 OP = re.compile(r"<Op\.(\w+): [^>]*>")
-EXAMPLE = re.compile(r"^Example:\n((?:[ ]{4}.*\n|\n)*(?:[ ]{4}.*)?)", re.MULTILINE)
+EXAMPLE = re.compile(r"^Example:\n(?! *```)((?:[ ]{4}.*\n|\n)*(?:[ ]{4}.*)?)", re.MULTILINE)
 
 
 class Runtime(griffe.Extension):  # type: ignore[misc]
@@ -29,7 +29,9 @@ class Runtime(griffe.Extension):  # type: ignore[misc]
                     module.set_member(name, member)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring:
+        if obj.is_class and "__doc__" in obj.members:  # it is set to that of the first base
+            obj.docstring = obj.resolved_bases[0].docstring
+        if obj.docstring and not obj.is_module:
             obj.docstring.value = EXAMPLE.sub(_fenced, obj.docstring.value)
 
 

@@ -1,18 +1,19 @@
 """Elastic training with JAX: ``hvd.elastic``; see `collectives.elastic`.
 
-import collectives.jax as hvd
+Example:
+    import collectives.jax as hvd
 
-hvd.init()
-state = hvd.elastic.JaxState(params=params, optimizer_state=optimizer.init(params), step=0)
+    hvd.init()
+    state = hvd.elastic.JaxState(params=params, optimizer_state=optimizer.init(params), step=0)
 
-@hvd.elastic.run
-def train(state):
-    while state.step < 1000:
-        state.params, state.optimizer_state, loss = step(state.params, state.optimizer_state, batch())
-        state.step += 1
-        state.commit()
+    @hvd.elastic.run
+    def train(state):
+        while state.step < 1000:
+            state.params, state.optimizer_state, loss = step(state.params, state.optimizer_state, batch())
+            state.step += 1
+            state.commit()
 
-train(state)
+    train(state)
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
 """Elastic training with Keras 3: ``hvd.elastic``; see `collectives.elastic`.
 
-import collectives.keras as hvd
+Example:
+    import collectives.keras as hvd
 
-hvd.init()
-model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.001)), loss="mse")
-state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+    hvd.init()
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.001)), loss="mse")
+    state = hvd.elastic.KerasState(model, epoch=0, batch=0)
 
-@hvd.elastic.run
-def train(state):
-    model.fit(dataset, epochs=10 - state.epoch, callbacks=[
-        hvd.elastic.UpdateEpochStateCallback(state),
-        hvd.elastic.UpdateBatchStateCallback(state),
-        hvd.elastic.CommitStateCallback(state),
-    ])
+    @hvd.elastic.run
+    def train(state):
+        model.fit(dataset, epochs=10 - state.epoch, callbacks=[
+            hvd.elastic.UpdateEpochStateCallback(state),
+            hvd.elastic.UpdateBatchStateCallback(state),
+            hvd.elastic.CommitStateCallback(state),
+        ])
 
-train(state)
+    train(state)
 """
 
 from __future__ import annotations

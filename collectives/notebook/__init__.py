@@ -1,10 +1,11 @@
 """Ranks that stay between the cells of a notebook.
 
-%load_ext collectives.notebook
+Example:
+    %load_ext collectives.notebook
 
-%%collectives -np 4
-import collectives
-x = collectives.allreduce(...)       # on all ranks, which have joined each other already; x stays
+    %%collectives -np 4
+    import collectives
+    x = collectives.allreduce(...)       # on all ranks, which have joined each other already; x stays
 """
 
 from __future__ import annotations

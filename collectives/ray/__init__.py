@@ -1,13 +1,14 @@
 """Ranks on Ray: actors that stay, and elastic jobs on a cluster that grows and shrinks. Horovod's names; docs/ray.md.
 
-import ray
-from collectives.ray import RayExecutor
+Example:
+    import ray
+    from collectives.ray import RayExecutor
 
-ray.init()
-executor = RayExecutor(num_workers=4)
-executor.start()
-losses = executor.run(train, args=["/data"])
-executor.shutdown()
+    ray.init()
+    executor = RayExecutor(num_workers=4)
+    executor.start()
+    losses = executor.run(train, args=["/data"])
+    executor.shutdown()
 """
 
 from collectives.base.errors import MissingDependencyError

@@ -1,10 +1,11 @@
 """Ranks on Spark: tasks of a barrier stage, elastic jobs, and estimators. Horovod's names; see docs/spark.md.
 
-from pyspark.sql import SparkSession
-import collectives.spark
+Example:
+    from pyspark.sql import SparkSession
+    import collectives.spark
 
-SparkSession.builder.getOrCreate()
-losses = collectives.spark.run(train, args=("/data",), num_proc=4)
+    SparkSession.builder.getOrCreate()
+    losses = collectives.spark.run(train, args=("/data",), num_proc=4)
 """
 
 import importlib

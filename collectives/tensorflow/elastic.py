@@ -1,17 +1,18 @@
 """Elastic training with TensorFlow: ``hvd.elastic``; see `collectives.elastic`.
 
-import collectives.tensorflow as hvd
+Example:
+    import collectives.tensorflow as hvd
 
-hvd.init()
-state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
+    hvd.init()
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
 
-@hvd.elastic.run
-def train(state):
-    for state.batch in range(state.batch, 1000):
-        training_step()         # with a DistributedGradientTape, in a tf.function or not
-        state.commit()
+    @hvd.elastic.run
+    def train(state):
+        for state.batch in range(state.batch, 1000):
+            training_step()         # with a DistributedGradientTape, in a tf.function or not
+            state.commit()
 
-train(state)
+    train(state)
 """
 
 from __future__ import annotations

@@ -1,23 +1,24 @@
 """Elastic training with PyTorch: ``hvd.elastic``; see `collectives.elastic`.
 
-import collectives.torch as hvd
+Example:
+    import collectives.torch as hvd
 
-hvd.init()
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-sampler = hvd.elastic.ElasticSampler(dataset)
-state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    sampler = hvd.elastic.ElasticSampler(dataset)
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
 
-@hvd.elastic.run
-def train(state):
-    while state.epoch < 10:
-        for batch, samples in enumerate(torch.utils.data.DataLoader(dataset, 32, sampler=state.sampler)):
-            ...
-            state.sampler.record_batch(batch, 32)
-            state.commit()
-        state.epoch += 1
-        state.sampler.set_epoch(state.epoch)
+    @hvd.elastic.run
+    def train(state):
+        while state.epoch < 10:
+            for batch, samples in enumerate(torch.utils.data.DataLoader(dataset, 32, sampler=state.sampler)):
+                ...
+                state.sampler.record_batch(batch, 32)
+                state.commit()
+            state.epoch += 1
+            state.sampler.set_epoch(state.epoch)
 
-train(state)
+    train(state)
 """
 
 from __future__ import annotations
@@ -113,9 +114,6 @@ class StateHandler:
             def save(self): self.saved = self.value.count
             def restore(self): self.value.count = self.saved
             def sync(self): self.value.count = hvd.broadcast_object(self.value.count)
-
-        registry = hvd.elastic.get_handler_registry()
-        hvd.elastic.set_handler_registry([*registry, (Counter, CounterHandler)])
     """
 
     def __init__(self, value: Any) -> None:
@@ -216,7 +214,15 @@ def get_handler_registry() -> _Registry:
 
 
 def set_handler_registry(registry: _Registry) -> None:
-    """Replace the handlers, for states that are made from now on; see `StateHandler`."""
+    """Replace the handlers, for states that are made from now on; see `StateHandler`.
+
+    Args:
+        registry: as `get_handler_registry` returns it.
+
+    Example:
+        registry = hvd.elastic.get_handler_registry()
+        hvd.elastic.set_handler_registry([*registry, (Counter, CounterHandler)])
+    """
     global _registry
     _registry = registry
 

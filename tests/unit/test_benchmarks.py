@@ -299,16 +299,17 @@ def test_the_page_of_peers_tells_each_peer_that_is_faster() -> None:
         median = {"median": ratio}
         return {"mode": "in-place", "contestant": contestant, "size": size, "time": {"median": 2.0}, "ratio": median}
 
-    lost: list[str] = []
+    compared: list[compare.Compared] = []
     records = [
         *(record("collectives", size, 1) for size in (4, 1024)),
         *(record("collectives, private", size, 2) for size in (4, 1024)),
         record("mpi", 4, 0.5),
         record("mpi", 1024, 1.5),
     ]
-    rows = compare.table({"An MPI": {"records": records}}, "allreduce, 2 ranks", lost)
+    rows = compare.table({"An MPI": {"records": records}}, "allreduce", 2, compared)
     assert rows[2:4] == ["| 4 | 2.0 | 2.00 | 0.50 |", "| 1K | 2.0 | 2.00 | 1.50 |"]
-    assert lost == [
-        "- allreduce, 2 ranks, mapped: An MPI at 4 (up to 2.0 times)",
-        "- allreduce, 2 ranks, private: An MPI at 4, 1K (up to 4.0 times)",
+    assert compare.counted(compared)[2:] == ["| An MPI | 1, 0, 3 | 0, 0, 0 | 0, 0, 0 |"]
+    assert compare.losses(compared)[2:] == [
+        "| allreduce, 2 ranks, mapped | 4 (up to 2.0 times) |",
+        "| allreduce, 2 ranks, private | 4 to 1K (up to 4.0 times) |",
     ]

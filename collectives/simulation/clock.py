@@ -91,19 +91,23 @@ def simulate(
     traffic = Traffic(schedules, sizes, segment, stride)
     links = Topology(network, traffic.size)
     begins = np.zeros(traffic.size)
-    begins[list(late or {})] = list((late or {}).values())
+    for rank, seconds in (late or {}).items():
+        if rank not in range(traffic.size):
+            raise InvalidArgumentError(f"late: expected ranks from 0 to {traffic.size - 1}, found {rank} [U45]")
+        begins[rank] = seconds
     changes = sorted((fault.at, links.number(fault.link), fault.bandwidth) for fault in faults)
     done, crossed, messages = _play(traffic, links, network, begins, changes)
     total = float(done.max())
-    return Report(done, total, _busbw(traffic, sum(sizes), total), links.named(crossed), messages)
+    nbytes = sum(sizes) / (traffic.size if traffic.collective == "alltoall" else 1)
+    busbw = bus_bandwidth(traffic.collective, traffic.size, nbytes, total)
+    by_name = {links.names[number]: int(crossed[1 + number]) for number in np.flatnonzero(crossed[1:])}
+    return Report(done, total, busbw, by_name, messages)
 
 
-def _busbw(traffic: Traffic, nbytes: int, total: float) -> float:
-    n = traffic.size
-    factor = {"allreduce": 2 * (n - 1) / n, "broadcast": 1.0, "alltoall": (n - 1) / n / n}.get(
-        traffic.collective, (n - 1) / n
-    )
-    return nbytes * factor / total if total else 0.0
+def bus_bandwidth(collective: str, size: int, nbytes: float, seconds: float) -> float:
+    """Bytes per second by nccl-tests' definition; ``nbytes``: of a rank's input, an allgather's: of the result."""
+    factor = {"allreduce": 2 * (size - 1) / size, "broadcast": 1.0}.get(collective, (size - 1) / size)
+    return nbytes * factor / seconds if seconds else 0.0
 
 
 class _Messages:

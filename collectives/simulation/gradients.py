@@ -28,16 +28,16 @@ def of_model(path: str) -> tuple[int, ...]:
     module, _, name = path.partition(":")
     try:
         model = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        # A model is callable too, but on its inputs.
+        model = model if _parameters(model) else model()
+        sizes = [_bytes(parameter) for parameter in _parameters(model)]
+    except Exception as error:  # of the user's program
         raise InvalidArgumentError(
-            f"--model {path!r}: expected package.module:name of a model: {error} [U31]"
-        ) from None
-    # A model is callable too, but on its inputs.
-    if not _parameters(model):
-        model = model()
-    if not (found := _parameters(model)):
+            f"--model {path!r}: expected package.module:name of a model, or of what makes one: {error!r} [U31]"
+        ) from error
+    if not sum(sizes):
         raise InvalidArgumentError(f"--model {path!r}: a {type(model).__name__} without trainable parameters [U32]")
-    return tuple(reversed([_bytes(parameter) for parameter in found]))
+    return tuple(reversed(sizes))
 
 
 def _parameters(model: Any) -> Sequence[Any]:
@@ -66,13 +66,13 @@ def of_timeline(path: str | os.PathLike[str]) -> tuple[int, ...]:
         raise InvalidArgumentError(
             f"the timeline {os.fspath(path)!r} cannot be read: {error.strerror} [U33]"
         ) from error
-    steps: dict[tuple[str, ...], int] = {}
+    steps: dict[str, Any] = {}
     for span in trace.spans:
-        tensors = tuple(map(str, span.args.get("tensors") or ()))
+        tensors = str(span.args.get("tensors"))
         if span.kind == "communicate" and span.rank == trace.ranks[0] and "allreduce" in span.name.lower():
             if tensors in steps:
                 break
-            steps[tensors] = int(span.args.get("bytes", 0))
-    if not any(steps.values()):
+            steps[tensors] = span.args.get("bytes")
+    if not (sizes := tuple(nbytes for nbytes in steps.values() if isinstance(nbytes, int) and nbytes > 0)):
         raise InvalidArgumentError(f"the timeline {os.fspath(path)!r} holds no all-reduce with its bytes [U34]")
-    return tuple(nbytes for nbytes in steps.values() if nbytes)
+    return sizes

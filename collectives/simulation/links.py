@@ -71,8 +71,8 @@ class Topology:
         self.leaf_of = np.arange(len(hosts)) // (network.leaf or len(hosts) or 1)
         self._leaves = int(self.leaf_of[-1]) + 1 if len(hosts) else 0
         local = network.bandwidth if network.local_bandwidth is None else network.local_bandwidth
-        latencies = [network.latency, network.latency if network.local_latency is None else network.local_latency]
-        self._latency = np.array(latencies)
+        within = network.latency if network.local_latency is None else network.local_latency
+        self.latencies = np.array([network.latency, within])
         limits = [network.bandwidth] * 2 + [local] * 2
         self.capacity = np.concatenate(
             [
@@ -84,7 +84,7 @@ class Topology:
         ).astype(float)
         for name, share in network.lowered.items():
             self.capacity[self.number(name)] *= share
-        if not (self.capacity > 0).all() or not network.reduction > 0 or not (self._latency >= 0).all():
+        if not (self.capacity > 0).all() or not network.reduction > 0 or not (self.latencies >= 0).all():
             raise InvalidArgumentError(
                 f"{network!r}: expected bandwidths and reduction above 0, and latencies from 0 on [U26]"
             )
@@ -110,10 +110,6 @@ class Topology:
             )
         return 1 + self.names.index(name)
 
-    def latency(self, *, local: bool) -> float:
-        """Seconds of a message within a host, or between hosts."""
-        return float(self._latency[int(local)])
-
     def paths(self, ends: Ints) -> tuple[Ints, Floats]:
         """The links that each message passes, an array (6, messages), and its latency; ``ends``: senders, receivers."""
         sender, receiver = ends
@@ -132,11 +128,7 @@ class Topology:
                 np.where(below == above, 0, leaves + self._leaves + above),
             ]
         )
-        return path, self._latency[local.astype(np.int64)]
-
-    def named(self, crossed: Floats) -> dict[str, int]:
-        """The bytes that crossed each link by the link's name, without unused links."""
-        return {self.names[number]: int(crossed[1 + number]) for number in np.flatnonzero(crossed[1:])}
+        return path, self.latencies[local.astype(np.int64)]
 
 
 def _fair_rates(path: Ints, capacity: Floats) -> Floats:

@@ -39,8 +39,8 @@ def time(collective: str, nbytes: int, cluster: Cluster) -> tuple[float, str]:
     """
     if cluster.ranks == 1:
         return 0.0, "one rank"
-    # LL128 needs NVLink's order of stores.
-    protocols = [one for one in cluster.protocols.split(",") if one != "LL128" or cluster.nvlink]
+    # LL128 needs NVLink's order of stores; NCCL takes it elsewhere if it is the only one.
+    protocols = [one for one in cluster.protocols.split(",") if one != "LL128" or cluster.nvlink] or ["LL128"]
     ways = [(_ring(collective, nbytes, cluster, protocol), f"ring, {protocol}") for protocol in protocols]
     if cluster.nvls and collective == "allreduce":
         ways.append(_nvls(nbytes, cluster))

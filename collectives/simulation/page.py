@@ -20,20 +20,17 @@ _COLOURS = ("#0072B2", "#E69F00")
 def page(content: Mapping[str, Any]) -> str:
     """The page of what `collectives simulate step` has found (`collectives.tools.simulate.document`)."""
     title = f"A step on {content['ranks']} ranks of {content['cluster']}"
-    now, scaling, changes = content["step"], content["scaling"], content["changes"]
-    seconds = [(f"{row['ranks']} ranks", (row["compute"], row["step"] - row["compute"])) for row in scaling]
-    gains = [(row["what"], (row["compute"], row["step"] - row["compute"])) for row in changes]
-    rows = [("as it is", now), *((row["what"], row) for row in changes)]
+    now, changes = content["step"], [(row["what"], row) for row in content["changes"]]
     return "\n".join(
         [
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>',
             f"<style>{_STYLE}</style><h1>{escape(title)}</h1>",
             f"<p>{escape(_summary(now))}</p><p>Figures of the cluster: {escape(content['source'])}.</p>",
             "<h2>By number of ranks</h2><p>Milliseconds of a step: computing, and what communication adds.</p>",
-            _bars(seconds),
+            _bars([(f"{row['ranks']} ranks", row) for row in content["scaling"]]),
             "<h2>What would change it</h2>",
-            _bars(gains),
-            _table(("change", "step", "communication", "exposed", "buckets", "efficiency"), rows),
+            _bars(changes),
+            _table([("as it is", now), *changes]),
             "<p>Predicted, not measured. Left out: cores and memory shared with computing, the optimizer, jitter.</p>",
             "</html>",
         ]
@@ -47,25 +44,26 @@ def _summary(step: Mapping[str, Any]) -> str:
     )
 
 
-def _bars(rows: Sequence[tuple[str, tuple[float, float]]]) -> str:
-    """Bars of two parts in seconds, one for each label."""
-    longest = max(sum(parts) for _, parts in rows) or 1.0
+def _bars(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """A bar of two parts for each step: computing, and the rest."""
+    longest = max(row["step"] for _, row in rows)
     scale = (_WIDTH - _LABEL - 90) / longest
     drawn = []
-    for number, (label, parts) in enumerate(rows):
+    for number, (label, row) in enumerate(rows):
         top, left = number * _ROW, float(_LABEL)
         drawn.append(f'<text x="{_LABEL - 8}" y="{top + 15}" text-anchor="end">{escape(label)}</text>')
-        for part, colour in zip(parts, _COLOURS, strict=True):
+        for part, colour in zip((row["compute"], row["step"] - row["compute"]), _COLOURS, strict=True):
             width = max(0.0, part) * scale
             drawn.append(
                 f'<rect x="{left:.1f}" y="{top + 3}" width="{width:.1f}" height="{_ROW - 6}" fill="{colour}"/>'
             )
             left += width
-        drawn.append(f'<text x="{left + 6:.1f}" y="{top + 15}">{1e3 * sum(parts):.2f} ms</text>')
+        drawn.append(f'<text x="{left + 6:.1f}" y="{top + 15}">{1e3 * row["step"]:.2f} ms</text>')
     return f'<div><svg viewBox="0 0 {_WIDTH} {len(rows) * _ROW + 4}" role="img">{"".join(drawn)}</svg></div>'
 
 
-def _table(heading: Sequence[str], rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def _table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    heading = ("change", "step", "communication", "exposed", "buckets", "efficiency")
     lines = ["<div><table><tr>" + "".join(f"<th>{name}</th>" for name in heading) + "</tr>"]
     for label, row in rows:
         times = (f"{1e3 * row[key]:.2f} ms" for key in heading[1:4])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -11,8 +11,9 @@ from collectives.cuda.planner import DeviceFacts, DevicePlanner
 from collectives.plan.planner import Planner
 from collectives.schedules import registry
 from collectives.schedules.partition import split
+from collectives.schedules.schedule import Schedule
 from collectives.simulation import nccl, rounds
-from collectives.simulation.clock import Fault, Report, simulate
+from collectives.simulation.clock import Fault, Report, bus_bandwidth, simulate
 from collectives.simulation.links import Network, Topology
 from collectives.simulation.topology import Cluster
 
@@ -55,10 +56,13 @@ class Predictor:
         """
         key = collective, nbytes, algorithm
         if key not in self._known:
-            self._known[key] = self._predict(collective, nbytes, algorithm)
+            name, seconds, why = self._predict(collective, nbytes, algorithm)
+            busbw = bus_bandwidth(collective, self.cluster.ranks, nbytes, seconds)
+            self._known[key] = Prediction(collective, name, nbytes, seconds, busbw, why)
         return self._known[key]
 
-    def _predict(self, collective: str, nbytes: int, algorithm: str | None) -> Prediction:
+    def _predict(self, collective: str, nbytes: int, algorithm: str | None) -> tuple[str, float, str]:
+        """The algorithm, its seconds, and why it was chosen."""
         cluster, size = self.cluster, self.cluster.ranks
         every = nbytes * (size if collective == "alltoall" else 1)
         segment: int | None
@@ -67,7 +71,7 @@ class Predictor:
             name, segment, overlap, why = choice.algorithm, None, True, choice.why
             if choice.native:
                 seconds, way = nccl.time(collective, nbytes, cluster)
-                return self._with_busbw(collective, f"NCCL ({way})", nbytes, seconds, why)
+                return f"NCCL ({way})", seconds, why
             if choice.transport == "host":
                 raise InvalidArgumentError(
                     f"algorithm={algorithm!r}: this {collective} of {size} GPUs goes through host memory, which is not "
@@ -84,12 +88,7 @@ class Predictor:
             if size > MOST_EXACT:
                 raise
             seconds = exact(collective, name, nbytes, self.network, segment).total
-        return self._with_busbw(collective, name, nbytes, seconds + cluster.overhead, why)
-
-    def _with_busbw(self, collective: str, name: str, nbytes: int, seconds: float, why: str) -> Prediction:
-        size = self.cluster.ranks
-        factor = {"allreduce": 2 * (size - 1) / size, "broadcast": 1.0}.get(collective, (size - 1) / size)
-        return Prediction(collective, name, nbytes, seconds, nbytes * factor / seconds if seconds else 0.0, why)
+        return name, seconds + cluster.overhead, why
 
     def every(self, collective: str, nbytes: int) -> list[Prediction]:
         """All algorithms that serve the cluster's tensors, the quickest first."""
@@ -117,8 +116,14 @@ def exact(
     Args:
         nbytes: of a rank's input; of an allgather's result.
     """
-    hosts = network.hosts or ()
+    every, sizes = schedules(collective, algorithm, nbytes, network.hosts or ())
+    return simulate(every, sizes, network, segment, late=late, faults=tuple(faults))
+
+
+def schedules(
+    collective: str, algorithm: str, nbytes: int, hosts: Sequence[Sequence[int]]
+) -> tuple[Iterator[Schedule], list[int]]:
+    """The schedules of all ranks, and the bytes of each chunk; arguments as of `exact`."""
     size = sum(map(len, hosts))
     schedule = registry.find(collective, algorithm).schedules(hosts)
-    sizes = split(nbytes * (size if collective == "alltoall" else 1), schedule(0).chunks)
-    return simulate(map(schedule, range(size)), sizes, network, segment, late=late, faults=tuple(faults))
+    return map(schedule, range(size)), split(nbytes * (size if collective == "alltoall" else 1), schedule(0).chunks)

@@ -48,15 +48,12 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of a collective, and of what they consist; ``latency``: with what each message costs a rank;
-    ``bytes_out``: what the busiest rank sends."""
+    """Seconds of a collective, ``transfer`` of them on the fullest links; ``bytes_out``: of the busiest rank."""
 
-    total: float
-    latency: float
-    transfer: float
-    reduction: float
-    messages: int
-    bytes_out: float
+    total: float = 0.0
+    transfer: float = 0.0
+    messages: int = 0
+    bytes_out: float = 0.0
 
 
 def _neighbours(ranks: Sequence[int]) -> Ints:
@@ -172,7 +169,7 @@ def estimate(
     hosts = network.hosts or ()
     size = sum(map(len, hosts))
     if size < 2:
-        return Estimate(0.0, 0.0, 0.0, 0.0, 0, 0.0)
+        return Estimate()
     topology = topology or Topology(network, size)
     chunks, every = kinds(collective, algorithm, hosts)
     chunk = nbytes / chunks
@@ -181,8 +178,9 @@ def estimate(
     messages = 0
     for kind in every:
         nbytes_each = kind.chunks * chunk
-        if kind.chain:
-            seconds, latencies = _along(topology, kind, nbytes_each / segments)
+        if kind.chain and kind.ends is not None:
+            paths, latencies = topology.paths(kind.ends)
+            seconds = nbytes_each / segments / topology.capacity[paths].min(axis=0)
             # The last message that a rank sends delays nobody.
             latencies = latencies + (network.message if segments > 1 else 0.0)
             latency += float(latencies.sum()) + (segments - 1) * float(latencies.max())
@@ -201,15 +199,7 @@ def estimate(
         bytes_out += kind.times * float(sent.max()) * nbytes_each
     if overlap and segments > 1:
         latency += (segments - 1) * last
-    latency += messages_time
-    return Estimate(latency + transfer + reduction, latency, transfer, reduction, messages, bytes_out)
-
-
-def _along(topology: Topology, kind: Kind, nbytes: float) -> tuple[Floats, Floats]:
-    """Seconds and latency of each message of a chain."""
-    assert kind.ends is not None
-    paths, latencies = topology.paths(kind.ends)
-    return nbytes / topology.capacity[paths].min(axis=0), latencies
+    return Estimate(latency + messages_time + transfer + reduction, transfer, messages, bytes_out)
 
 
 def _loads(topology: Topology, kind: Kind) -> tuple[Floats, float, int]:
@@ -231,8 +221,7 @@ def _loads(topology: Topology, kind: Kind) -> tuple[Floats, float, int]:
     counts += [inside * (0 if kind.within else outside) for inside, outside in crossing for _ in range(2)]
     loads = np.concatenate([[0], *counts]).astype(np.float64)
     across = bool(np.any(away))
-    latency = topology.latency(local=not across)
-    return loads, latency, int((away + neighbours).sum())
+    return loads, float(topology.latencies[int(not across)]), int((away + neighbours).sum())
 
 
 def fullest_link(collective: str, algorithm: str, network: Network) -> str:

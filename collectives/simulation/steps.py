@@ -11,7 +11,6 @@ the optimizer's own time, and jitter between ranks beyond `Settings.slower` and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from collectives.base.config import in_units
@@ -30,18 +29,15 @@ class Workload:
     Attributes:
         gradients: bytes, in the order in which they become ready: the last layer first.
         compute: seconds of a step without communication.
-        ready: by gradient, the share of ``compute`` after which it is ready; empty: evenly over the backward pass.
     """
 
     gradients: tuple[int, ...]
     compute: float
-    ready: tuple[float, ...] = ()
 
     def ready_at(self) -> list[float]:
-        """Seconds after which each gradient is ready."""
+        """Seconds after which each gradient is ready: evenly over the backward pass."""
         count = len(self.gradients)
-        shares = self.ready or [_FORWARD + (1 - _FORWARD) * (place + 1) / count for place in range(count)]
-        return [share * self.compute for share in shares]
+        return [(_FORWARD + (1 - _FORWARD) * (place + 1) / count) * self.compute for place in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,44 +103,22 @@ def simulate_step(workload: Workload, predictor: Predictor, settings: Settings |
     return Step(total, workload.compute, busy, total - end, tuple(buckets))
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What a change would bring: the step with it."""
-
-    what: str
-    step: Step
-
-
-def changes(workload: Workload, cluster: Cluster, settings: Settings | None = None) -> list[Change]:
-    """What would help most: a step after each of some changes, the quickest first; `simulate_step` has the errors."""
+def changes(workload: Workload, cluster: Cluster, settings: Settings | None = None) -> dict[str, Step]:
+    """What would help most: the step after each of some changes, the quickest first; `simulate_step` has the errors."""
     settings, now = settings or Settings(), Predictor(cluster)
     best = min(_THRESHOLDS, key=lambda size: simulate_step(workload, now, replace(settings, fusion=size)).step)
-    every: list[tuple[str, Predictor, Settings]] = [
-        ("twice the bandwidth between hosts", Predictor(_scaled(cluster, 2.0, 1.0)), settings),
-        ("half the latency between hosts", Predictor(_scaled(cluster, 1.0, 0.5)), settings),
-        ("gradients sent in 16 bits", now, replace(settings, compression=settings.compression / 2)),
-        ("no overlap with computing", now, replace(settings, overlap=False)),
-        (f"fusion up to {in_units(best)}, the best of 1 to 256 MiB", now, replace(settings, fusion=best)),
-        *(
-            (f"algorithm {name}", now, replace(settings, algorithm=name))
-            for name in _algorithms(now, sum(workload.gradients))
-        ),
-    ]
+    wider = {name: 2 * getattr(cluster, name) for name in ("bandwidth", "uplink", "leaf_uplink")}
+    every = {
+        "twice the bandwidth between hosts": (Predictor(replace(cluster, **wider)), settings),
+        "half the latency between hosts": (Predictor(replace(cluster, latency=cluster.latency / 2)), settings),
+        "gradients sent in 16 bits": (now, replace(settings, compression=settings.compression / 2)),
+        "no overlap with computing": (now, replace(settings, overlap=False)),
+        f"fusion up to {in_units(best)}, the best of 1 to 256 MiB": (now, replace(settings, fusion=best)),
+    }
+    for one in now.every("allreduce", sum(workload.gradients)):
+        if not one.algorithm.startswith("NCCL"):
+            every[f"algorithm {one.algorithm}"] = now, replace(settings, algorithm=one.algorithm)
     if settings.slower > 1 or settings.late:
-        every.append(("no straggler", now, replace(settings, slower=1.0, late=0.0)))
-    results = [Change(what, simulate_step(workload, predictor, changed)) for what, predictor, changed in every]
-    return sorted(results, key=lambda change: change.step.step)
-
-
-def _algorithms(predictor: Predictor, nbytes: int) -> Sequence[str]:
-    return [one.algorithm for one in predictor.every("allreduce", nbytes) if not one.algorithm.startswith("NCCL")]
-
-
-def _scaled(cluster: Cluster, bandwidth: float, latency: float) -> Cluster:
-    return replace(
-        cluster,
-        latency=cluster.latency * latency,
-        bandwidth=cluster.bandwidth * bandwidth,
-        uplink=cluster.uplink * bandwidth,
-        leaf_uplink=cluster.leaf_uplink * bandwidth,
-    )
+        every["no straggler"] = now, replace(settings, slower=1.0, late=0.0)
+    steps = {what: simulate_step(workload, *changed) for what, changed in every.items()}
+    return dict(sorted(steps.items(), key=lambda change: change[1].step))

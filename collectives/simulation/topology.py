@@ -16,17 +16,39 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
+from collectives.base import config
 from collectives.base.errors import InvalidArgumentError
+from collectives.launch.options import parsed
 from collectives.plan.planner import Placement
 from collectives.simulation.links import Network
 from collectives.simulation.rounds import host_lists
+
+MOST_RANKS = 1 << 20
+SECONDS = config.parser(float, "a number of seconds from 0 to 1e9", lambda value: 0 <= value <= 1e9)
+_RATE = config.parser(float, "a number of bytes per second, 1 or more", lambda value: 1 <= value < inf)
+_LIMIT = config.parser(float, "a number of bytes per second, 1 or more, or inf", lambda value: value >= 1)
+_PROTOCOLS = config.parser(
+    str, "some of LL,LL128,Simple", lambda text: set(text.split(",")) <= {"LL", "LL128", "Simple"}
+)
+
+
+def _count(least: int) -> Callable[[str], int]:
+    return config.parser(
+        int, f"a whole number from {least} to {MOST_RANKS}", lambda value: least <= value <= MOST_RANKS
+    )
+
+
+def _field(default: Any, parse: Callable[[str], Any]) -> Any:
+    return field(default=default, metadata={"parse": parse})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +70,23 @@ class Cluster:
         source: where the figures come from.
     """
 
-    ranks: int = 8
-    local: int = 1
-    latency: float = 5e-6
-    bandwidth: float = 12.5e9
-    local_latency: float = 1e-6
-    local_bandwidth: float = 10e9
-    uplink: float = float("inf")
-    leaf: int = 0
-    leaf_uplink: float = float("inf")
-    reduction: float = float("inf")
-    message: float = 0.0
-    overhead: float = 0.0
-    gpus: bool = False
-    nvlink: bool = False
-    nvls: bool = False
-    protocols: str = "LL,LL128,Simple"
-    source: str = ""
+    ranks: int = _field(8, _count(1))
+    local: int = _field(1, _count(1))
+    latency: float = _field(5e-6, SECONDS)
+    bandwidth: float = _field(12.5e9, _RATE)
+    local_latency: float = _field(1e-6, SECONDS)
+    local_bandwidth: float = _field(10e9, _RATE)
+    uplink: float = _field(inf, _LIMIT)
+    leaf: int = _field(0, _count(0))
+    leaf_uplink: float = _field(inf, _LIMIT)
+    reduction: float = _field(inf, _LIMIT)
+    message: float = _field(0.0, SECONDS)
+    overhead: float = _field(0.0, SECONDS)
+    gpus: bool = _field(False, config.parse_bool)
+    nvlink: bool = _field(False, config.parse_bool)
+    nvls: bool = _field(False, config.parse_bool)
+    protocols: str = _field("LL,LL128,Simple", _PROTOCOLS)
+    source: str = _field("", str)
 
     @property
     def hosts(self) -> int:
@@ -73,7 +95,7 @@ class Cluster:
     @property
     def way_out(self) -> float:
         """Bandwidth out of a host, of all its ranks together."""
-        leaf = self.leaf_uplink / self.leaf if self.leaf and self.hosts > self.leaf else float("inf")
+        leaf = self.leaf_uplink / self.leaf if self.leaf and self.hosts > self.leaf else inf
         return min(self.uplink, self.local * self.bandwidth, leaf)
 
     def network(self, lowered: Mapping[str, float] | None = None) -> Network:
@@ -94,12 +116,14 @@ class Cluster:
         return Placement(0, self.ranks, hosts, True, True, True, carries=several, network="tcp" if several else "")
 
 
+PARSERS: dict[str, Callable[[str], Any]] = {one.name: one.metadata["parse"] for one in fields(Cluster)}
+"""By field of a cluster: what reads it, and says in its docstring what it expects."""
 _NVLINK = {60: 18.0e9, 70: 20.0e9, 80: 20.0e9, 86: 12.0e9, 90: 20.6e9, 100: 40.1e9}
 """Bytes per second of one NVLink, as NCCL counts on, by compute capability: NVIDIA/nccl, src/graph/topo.h."""
 _PCIE = 12.0e9
 """PCIe of generation 3, 16 lanes: PCI_BW of the same file. Later generations have two to four times that."""
-_LINKS = {1: 70, 2: 70, 3: 70, 4: 70, 6: 70, 12: 80, 18: 90}
-"""NVLinks of a GPU -> its compute capability, where nothing else says it: V100 6, A100 12, H100 18 (datasheets)."""
+_LINKS = {12: 80, 18: 90}
+"""NVLinks of a GPU -> its compute capability, where nothing else says it: A100 12, H100 18 (datasheets)."""
 _NET = 14e-6
 """Seconds of a step of a ring over the network: NVIDIA/nccl, src/graph/tuning.cc, protocol Simple."""
 _IB = (
@@ -175,35 +199,37 @@ def load(name: str, ranks: int | None = None, **changes: Any) -> Cluster:
 
 
 def _checked(cluster: Cluster, name: str) -> Cluster:
-    may_be_zero = ("leaf", "latency", "local_latency", "message", "overhead")
-    for field in fields(cluster):
-        value = getattr(cluster, field.name)
-        if isinstance(value, (bool, str)):
-            continue
-        if value < 0 or (value == 0 and field.name not in may_be_zero):
-            wanted = "0 or more" if field.name in may_be_zero else "above 0"
-            raise InvalidArgumentError(f"cluster {name!r}: {field.name}={value!r}: expected {wanted} [U38]")
-    return cluster
+    """The cluster with each field as its parser reads it: YAML takes 25e-6, which has no point, for a text."""
+    values = {}
+    for key, parse in PARSERS.items():
+        try:
+            values[key] = parsed(parse, str(getattr(cluster, key)))
+        except ValueError as error:
+            raise InvalidArgumentError(f"cluster {name!r}: {key}: {error} [U38]") from None
+    return replace(cluster, **values)
 
 
 def _read(path: str) -> Cluster:
     try:
-        text = Path(path).read_text()
-    except OSError as error:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else f"no text in UTF-8 ({error})"
         raise InvalidArgumentError(
-            f"cluster {path!r}: {error.strerror}; expected one of {', '.join(CLUSTERS)}, or a file [U39]"
+            f"cluster {path!r}: {problem}; expected one of {', '.join(CLUSTERS)}, or a file [U39]"
         ) from None
-    start = text.lstrip()
+    read: Callable[[str], Cluster] = partial(_own, path=path)
+    expected = "'field: value' on each line, such as 'ranks: 64'"
+    if re.match(r"\s*<", text):
+        expected, read = "NCCL's topology in XML", nccl_topology
+    elif re.match(r"\s*\[", text):
+        expected, read = "what collectivesrun --doctor -H a,b --json prints", doctors_findings
+    elif re.search(r"^\s*GPU0\b", text, re.MULTILINE):
+        expected, read = "what nvidia-smi topo -m prints", gpu_matrix
     try:
-        if start.startswith("<"):
-            return nccl_topology(text)
-        if start.startswith("["):
-            return doctors_findings(text)
-        if re.search(r"^\s*GPU0\b", text, re.MULTILINE):
-            return gpu_matrix(text)
-        return _own(text, path)
-    except (ElementTree.ParseError, json.JSONDecodeError, KeyError, ValueError, TypeError) as error:
-        raise InvalidArgumentError(f"cluster {path!r}: {error} [U40]") from None
+        return read(text)
+    except Exception as error:  # whatever a parser raises on a file that is something else
+        problem = " ".join(f"{'no ' * isinstance(error, KeyError)}{error}".split())
+        raise InvalidArgumentError(f"cluster {path!r}: expected {expected}: {problem} [U40]") from error
 
 
 def _own(text: str, path: str) -> Cluster:
@@ -211,27 +237,23 @@ def _own(text: str, path: str) -> Cluster:
 
     stated = yaml.safe_load(text)
     if not isinstance(stated, dict):
-        raise ValueError("expected 'field: value' on each line, such as 'ranks: 64'")
-    kinds = {field.name: type(getattr(Cluster(), field.name)) for field in fields(Cluster)}
-    if unknown := stated.keys() - kinds.keys() - {"base"}:
-        raise ValueError(f"unknown {', '.join(sorted(unknown))}; expected base, {', '.join(kinds)}")
-    base = stated.pop("base", None)
-    if base is not None and base not in CLUSTERS:
+        raise ValueError(f"found {stated!r:.40}")
+    if unknown := stated.keys() - PARSERS.keys() - {"base"}:
+        raise ValueError(f"unknown {', '.join(sorted(map(str, unknown)))}; expected base, {', '.join(PARSERS)}")
+    if (base := stated.pop("base", None)) not in [None, *CLUSTERS]:
         raise ValueError(f"base: {base!r}: expected one of {', '.join(CLUSTERS)}")
-    # YAML reads 25e-6, which has no point, as a text.
-    values = {key: kinds[key](value) for key, value in stated.items()}
-    return replace(CLUSTERS[base] if base else Cluster(), **{"source": path, **values})
+    return replace(CLUSTERS[base] if base else Cluster(), **{"source": path, **stated})
 
 
 def gpu_matrix(text: str) -> Cluster:
     """A host from what ``nvidia-smi topo -m`` prints: GPUs, and the NVLinks between two. Of NICs it has no rates."""
-    rows = [line.split() for line in text.splitlines() if re.match(r"\s*GPU\d+\s", line)]
+    rows = [line.split() for line in text.splitlines() if re.match(r"\s*GPU\d+\s+\S", line)]
     rows = [row for row in rows if not row[1].startswith("GPU")]  # the heading
     ways = [way for number, row in enumerate(rows) for way in row[1 : 1 + len(rows)][number + 1 :]]
     links = [int(way[2:]) for way in ways if re.fullmatch(r"NV\d+", way)]
     nvlink = bool(links) and len(links) == len(ways)
     count = min(links) if nvlink else 0
-    generation = _LINKS.get(count, 70)
+    generation = _LINKS.get(count, 70)  # V100: 6
     return Cluster(
         *(len(rows), len(rows), _NET, 12.5e9, 3.4e-6, count * _NVLINK[generation] if nvlink else _PCIE),
         gpus=True,

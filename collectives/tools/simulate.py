@@ -11,35 +11,46 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from collectives.base.config import algorithm_name, in_units, parse_bytes
+from collectives.base.config import in_units, parse_bytes
 from collectives.base.errors import CollectivesError, InvalidArgumentError
 from collectives.schedules import registry
-from collectives.schedules.partition import split
 from collectives.simulation import chakra, gradients, rounds, topology
 from collectives.simulation.clock import Fault
 from collectives.simulation.page import page
-from collectives.simulation.prediction import Predictor, exact
+from collectives.simulation.prediction import Predictor, exact, schedules
 from collectives.simulation.steps import Settings, Step, Workload, changes, simulate_step
-from collectives.simulation.topology import Cluster
+from collectives.simulation.topology import MOST_RANKS, PARSERS, SECONDS, Cluster
+from collectives.tools.bench.cli import Parser, algorithm, argument, new_file, size, whole_number
 
 _DEFAULTS = Settings()
-_SIZES = "4,64K,1M,16M,256M"
-_OVERRIDES = (
-    "latency",
-    "bandwidth",
-    "local_latency",
-    "local_bandwidth",
-    "uplink",
-    "leaf_uplink",
-    "reduction",
-    "message",
-)
+_OVERRIDES = [field.name for field in fields(Cluster) if field.type == "float"]
+_size, _seconds = argument(PARSERS["ranks"]), argument(SECONDS)
+# On all of MOST_RANKS together they are fewer than 2 ** 63.
+_nbytes = argument(parse_bytes, "a number of bytes from 1 to 4096G, such as 64K", lambda value: 1 <= value <= 1 << 42)
+_share = argument(float, "a number above 0 and at most 1", lambda value: 0 < value <= 1)
+_multiple = argument(float, "a number from 1 to 1e9", lambda value: 1 <= value <= 1e9)
+_duration = argument(float, "a number of seconds above 0, at most 1e9", lambda value: 0 < value <= 1e9)
+
+
+def _several(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """An argparse type of what ``parse`` reads, separated by commas."""
+    return lambda text: [parse(word) for word in text.split(",")]
+
+
+def _pair(of: Callable[[str], Any], mark: str, number: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
+    """An argparse type of two parts around a mark."""
+
+    def parse(text: str) -> tuple[Any, Any]:
+        part, value = text.rsplit(mark, 1)
+        return of(part), number(value)
+
+    return argument(parse, expected)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,8 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = _flags()
     asked = flags.parse_args(arguments)
     try:
-        if getattr(asked, "algorithm", None):
-            asked.algorithm = algorithm_name(asked.algorithm)
         return int(asked.run(asked))
     except BrokenPipeError:  # `collectives` ends quietly
         raise
@@ -57,13 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flags() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser("collectives simulate", description=__doc__, formatter_class=_Text)
+    flags = argparse.ArgumentParser("collectives simulate", description=__doc__)
+    flags.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = flags.add_subparsers(required=True, metavar="COMMAND")
     cluster = argparse.ArgumentParser(add_help=False)
     cluster.add_argument("--cluster", default="ethernet-10g", help=f"a file, or {', '.join(topology.CLUSTERS)}")
-    cluster.add_argument("--local-size", type=int, dest="local", metavar="N", help="ranks of a host")
+    cluster.add_argument("--local-size", type=_size, dest="local", metavar="N", help="ranks of a host")
     for name in _OVERRIDES:
-        cluster.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=argparse.SUPPRESS)
+        flag = f"--{name.replace('_', '-')}"
+        cluster.add_argument(flag, type=argument(PARSERS[name]), metavar="X", help=argparse.SUPPRESS)
     cluster.epilog = "--latency, --bandwidth and other fields of a cluster replace its own: docs/simulator.md"
 
     def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
@@ -73,67 +84,59 @@ def _flags() -> argparse.ArgumentParser:
 
     one = command("collective", _collective, "the time of each algorithm of a collective")
     one.add_argument("collective", nargs="?", default="allreduce", choices=registry.COLLECTIVES)
-    one.add_argument("-np", type=int, help="ranks")
-    one.add_argument("--bytes", type=parse_bytes, required=True, help="of the input; an allgather's: of the result")
+    one.add_argument("-np", type=_size, help="ranks")
+    one.add_argument("--bytes", type=_nbytes, required=True, help="of the input; an allgather's: of the result")
     one.add_argument("--exact", action="store_true", help="play every message, and say when each rank is done")
-    one.add_argument("--algorithm", help="this one only; one of yours: FILE.py:NAME")
-    one.add_argument("--segment", type=parse_bytes, help="with --exact: bytes of a chunk in one pipeline unit")
-    one.add_argument("--late", action="append", default=[], metavar="RANK=SECONDS", help="with --exact")
-    one.add_argument("--lower", action="append", default=[], metavar="LINK=SHARE", help="as 'host 3 out=0.5'")
-    one.add_argument("--lose", action="append", default=[], metavar="LINK@SECONDS", help="as 'rank 2 out@0.001'")
+    one.add_argument("--algorithm", type=algorithm, help="this one only; one of yours: FILE.py:NAME")
+    one.add_argument("--segment", type=_nbytes, help="bytes of a chunk in one pipeline unit; implies --exact")
+    late = _pair(whole_number(0), "=", _seconds, "RANK=SECONDS, such as 3=0.005")
+    lower = _pair(str, "=", _share, "LINK=SHARE, such as 'host 3 out=0.5'")
+    lose = _pair(str, "@", _seconds, "LINK@SECONDS, such as 'rank 2 out@0.001'")
+    repeated: dict[str, Any] = {"action": "append", "default": []}
+    one.add_argument("--late", **repeated, type=late, metavar="RANK=SECONDS", help="implies --exact")
+    one.add_argument("--lower", **repeated, type=lower, metavar="LINK=SHARE", help="as 'host 3 out=0.5'")
+    one.add_argument("--lose", **repeated, type=lose, metavar="LINK@SECONDS", help="as 'rank 2 out@0.001'")
 
     every = command("planner", _planner, "what the planner would choose by ranks and bytes, and the quickest")
-    every.add_argument("-np", default="8,64,512,4096,65536", help="numbers of ranks (default: %(default)s)")
-    every.add_argument("--bytes", default=_SIZES, help="sizes (default: %(default)s)")
+    every.add_argument("-np", type=_several(_size), default="8,64,512,4096,65536", help="ranks (default: %(default)s)")
+    every.add_argument("--bytes", type=_several(_nbytes), default="4,64K,1M,16M,256M", help="default: %(default)s")
 
     step = command("step", _step, "a training step: its efficiency, and what would help most")
-    step.add_argument("-np", type=int, help="ranks")
+    step.add_argument("-np", type=_size, help="ranks")
     model = step.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", help="package.module:name of a torch or Keras model, or of what makes one")
     model.add_argument("--timeline", help="a recorded timeline, whose all-reduces are the gradients")
-    model.add_argument("--gradients", help="bytes of each gradient, the last layer first, such as 4M,16M")
-    step.add_argument("--compute", type=float, required=True, help="seconds of a step of one rank by itself")
-    step.add_argument("--fusion", type=parse_bytes, default=_DEFAULTS.fusion, help="bytes that are sent as one")
-    step.add_argument("--compression", type=float, default=1.0, help="share of the bytes that is sent")
+    model.add_argument("--gradients", type=_several(_nbytes), help="bytes of each, the last layer first: 4M,16M")
+    step.add_argument("--compute", type=_duration, required=True, help="seconds of a step of one rank by itself")
+    step.add_argument("--fusion", type=size, default=_DEFAULTS.fusion, help="bytes that are sent as one")
+    step.add_argument("--compression", type=_share, default=1.0, help="share of the bytes that is sent")
     step.add_argument("--no-overlap", action="store_true", help="send after computing")
-    step.add_argument("--algorithm", help="for all gradients (default: the planner's choice)")
-    step.add_argument("--slower", type=float, default=1.0, help="computing time of the slowest rank by the others'")
-    step.add_argument("--late", type=float, default=0.0, help="seconds by which a rank begins later")
-    step.add_argument("--html", type=Path, help="write a page")
-    step.add_argument("--plot", type=Path, help="draw as PNG and SVG; needs matplotlib")
-    step.add_argument("--json", type=Path, help="write everything")
+    step.add_argument("--algorithm", type=algorithm, help="for all gradients (default: the planner's choice)")
+    step.add_argument("--slower", type=_multiple, default=1.0, help="the slowest rank's computing time by the others'")
+    step.add_argument("--late", type=_seconds, default=0.0, help="seconds by which a rank begins later")
+    step.add_argument("--html", type=new_file, help="write a page")
+    step.add_argument("--plot", type=new_file, help="draw as PNG and SVG; needs matplotlib")
+    step.add_argument("--json", type=new_file, help="write everything")
 
     export = command("chakra", _chakra, "an algorithm's schedules as Chakra execution traces")
-    export.add_argument("algorithm")
+    export.add_argument("algorithm", type=algorithm)
     export.add_argument("collective", nargs="?", default="allreduce", choices=registry.COLLECTIVES)
-    export.add_argument("-np", type=int, help="ranks")
-    export.add_argument("--bytes", type=parse_bytes, required=True, help="of the input; an allgather's: of the result")
+    export.add_argument("-np", type=whole_number(2), help="ranks")
+    export.add_argument("--bytes", type=_nbytes, required=True, help="of the input; an allgather's: of the result")
     export.add_argument("--to", type=Path, required=True, metavar="FOLDER")
     return flags
 
 
-class _Text(argparse.RawDescriptionHelpFormatter):
-    pass
-
-
-def _cluster(asked: argparse.Namespace, ranks: int | None = None) -> Cluster:
-    changed = {name: getattr(asked, name) for name in (*_OVERRIDES, "local")}
-    return topology.load(asked.cluster, ranks or asked.np, **changed)
-
-
-def _pairs(entries: Sequence[str], mark: str, flag: str) -> list[tuple[str, float]]:
-    try:
-        return [(name, float(value)) for name, value in (entry.rsplit(mark, 1) for entry in entries)]
-    except ValueError:
-        raise InvalidArgumentError(f"{flag} {' '.join(entries)}: expected NAME{mark}NUMBER [U41]") from None
+def _cluster(asked: argparse.Namespace, ranks: int | None) -> Cluster:
+    return topology.load(asked.cluster, ranks, **{name: getattr(asked, name) for name in (*_OVERRIDES, "local")})
 
 
 def _collective(asked: argparse.Namespace) -> int:
-    cluster = _cluster(asked)
-    network = cluster.network(dict(_pairs(asked.lower, "=", "--lower")))
-    faults = [Fault(at, link) for link, at in _pairs(asked.lose, "@", "--lose")]
-    late = {int(rank): seconds for rank, seconds in _pairs(asked.late, "=", "--late")}
-    if not (asked.exact or late or faults):
+    cluster = _cluster(asked, asked.np)
+    network = cluster.network(dict(asked.lower))
+    faults = [Fault(at, link) for link, at in asked.lose]
+    late = dict(asked.late)
+    if not (asked.exact or asked.segment or late or faults):
         predictor = Predictor(cluster, network)
         chosen = predictor.predict(asked.collective, asked.bytes, asked.algorithm)
         rows = [chosen] if asked.algorithm else predictor.every(asked.collective, asked.bytes)
@@ -188,12 +191,11 @@ def _after_loss(asked: argparse.Namespace, cluster: Cluster) -> None:
 
 
 def _planner(asked: argparse.Namespace) -> int:
-    sizes = [parse_bytes(word) for word in asked.bytes.split(",")]
     print(f"{'collective':14}{'ranks':>7}{'bytes':>10}  {'chosen':24}{'ms':>12}  {'quickest':24}{'ms':>12}")
-    for ranks in map(int, asked.np.split(",")):
+    for ranks in asked.np:
         predictor = Predictor(_cluster(asked, ranks))
         for collective in registry.COLLECTIVES:
-            for nbytes in sizes:
+            for nbytes in asked.bytes:
                 chosen = predictor.predict(collective, nbytes)
                 best = min([chosen, *predictor.every(collective, nbytes)], key=lambda one: one.seconds)
                 print(
@@ -204,12 +206,12 @@ def _planner(asked: argparse.Namespace) -> int:
 
 
 def _workload(asked: argparse.Namespace) -> Workload:
-    if asked.model:
+    if asked.model is not None:
         sys.path.insert(0, "")  # as `python -m` has it: a model in the current folder
         return Workload(gradients.of_model(asked.model), asked.compute)
-    if asked.timeline:
+    if asked.timeline is not None:
         return Workload(gradients.of_timeline(asked.timeline), asked.compute)
-    return Workload(tuple(map(parse_bytes, asked.gradients.split(","))), asked.compute)
+    return Workload(tuple(asked.gradients), asked.compute)
 
 
 def document(workload: Workload, cluster: Cluster, settings: Settings, name: str) -> dict[str, Any]:
@@ -218,10 +220,11 @@ def document(workload: Workload, cluster: Cluster, settings: Settings, name: str
     def row(step: Step, **labels: Any) -> dict[str, Any]:
         return {**labels, **asdict(step), "buckets": len(step.buckets), "efficiency": step.efficiency}
 
-    counts = [cluster.local * hosts for hosts in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if hosts <= 4 * cluster.hosts]
+    counts = [cluster.local * hosts for hosts in (1 << shift for shift in range(10)) if hosts <= 4 * cluster.hosts]
     scaling = [
         row(simulate_step(workload, Predictor(replace(cluster, ranks=ranks)), settings), ranks=ranks)
         for ranks in counts
+        if ranks <= MOST_RANKS
     ]
     return {
         "cluster": name,
@@ -231,7 +234,7 @@ def document(workload: Workload, cluster: Cluster, settings: Settings, name: str
         "settings": asdict(settings),
         "step": row(simulate_step(workload, Predictor(cluster), settings)),
         "scaling": scaling,
-        "changes": [row(change.step, what=change.what) for change in changes(workload, cluster, settings)],
+        "changes": [row(step, what=what) for what, step in changes(workload, cluster, settings).items()],
     }
 
 
@@ -240,7 +243,7 @@ def _step(asked: argparse.Namespace) -> int:
         *(asked.fusion, _DEFAULTS.cycle, not asked.no_overlap, asked.compression, asked.algorithm),
         *(asked.slower, asked.late),
     )
-    content = document(_workload(asked), _cluster(asked), settings, asked.cluster)
+    content = document(_workload(asked), _cluster(asked, asked.np), settings, asked.cluster)
     step, sent = content["step"], content["gradients"]
     print(
         f"{content['ranks']} ranks of {content['cluster']}, {sent['count']} gradients of {in_units(sent['bytes'])}: "
@@ -263,7 +266,6 @@ def _step(asked: argparse.Namespace) -> int:
 
 
 def _draw(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
-    from collectives.tools.bench.cli import Parser
     from collectives.tools.bench.plot import drawing, pictures, tidy
 
     Parser("collectives simulate step", "").check_drawing()
@@ -286,10 +288,8 @@ def _draw(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
 
 
 def _chakra(asked: argparse.Namespace) -> int:
-    cluster = _cluster(asked)
+    cluster = _cluster(asked, asked.np)
     [name] = _playable(asked, cluster)
-    schedule = registry.find(asked.collective, name).schedules(cluster.network().hosts or ())
-    whole = asked.bytes * (cluster.ranks if asked.collective == "alltoall" else 1)
-    files = chakra.write(map(schedule, range(cluster.ranks)), split(whole, schedule(0).chunks), asked.to)
+    files = chakra.write(*schedules(asked.collective, name, asked.bytes, cluster.placement().hosts), asked.to)
     print(f"{len(files)} traces: {files[0]} ...")
     return 0

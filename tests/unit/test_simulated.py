@@ -231,12 +231,3 @@ def test_a_prediction_has_the_cost_of_the_schedule(collective: str) -> None:
     rounds = 2 if collective == "allreduce" else 1
     share = (1 << 18) / BANDWIDTH
     assert report.total == pytest.approx(rounds * (LATENCY + 3 * share), rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "arguments", [["-np", "0"], ["-np", "2", "--bandwidth", "0"], ["-np", "2", "--local-size", "0"]]
-)
-def test_the_command_refuses_what_makes_no_network(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["collective", *arguments, "--bytes", "8"])
-    assert "expected" in capsys.readouterr().err

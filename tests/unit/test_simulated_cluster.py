@@ -161,16 +161,35 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     [
         ("ranks: 4\nhosts: 2\n", "unknown hosts; expected base, ranks"),
         ("base: moon\n", "base: 'moon': expected one of h100-rails"),
-        ("ranks: many\n", "invalid literal"),
-        ("bandwidth: 0\n", "bandwidth=0.0: expected above 0"),
-        ("4 ranks", "expected 'field: value'"),
-        ("<system/>", "no <gpu> in it"),
+        ("base: [1]\n", r"base: \[1\]: expected one of h100-rails"),
+        ("1: 2\n", "unknown 1; expected base, ranks"),
+        ("ranks: many\n", "ranks: expected a whole number from 1 to 1048576, got 'many'"),
+        ("ranks: 4.5\n", "ranks: expected a whole number .*, got '4.5'"),
+        ("ranks:\n", "ranks: expected a whole number .*, got 'None'"),
+        ("local: 100000000\n", "local: expected a whole number .*, got '100000000'"),
+        ("leaf: -1\n", "leaf: expected a whole number from 0 .*, got '-1'"),
+        ("bandwidth: 0\n", "bandwidth: expected a number of bytes per second, 1 or more, got '0'"),
+        ("bandwidth: .inf\n", "bandwidth: .*, got 'inf'"),
+        ("uplink: .nan\n", "uplink: .*, or inf, got 'nan'"),
+        ("latency: -1e-6\n", "latency: expected a number of seconds from 0 to 1e9, got '-1e-6'"),
+        ("overhead: .inf\n", "overhead: .*, got 'inf'"),
+        ("gpus: perhaps\n", "gpus: expected 1, true, .*, got 'perhaps'"),
+        ("protocols: UDP\n", "protocols: expected some of LL,LL128,Simple, got 'UDP'"),
+        ("4 ranks", "expected 'field: value' on each line, .*: found '4 ranks'"),
+        ("", "expected 'field: value' .*: found None"),
+        ("ranks: {", "expected 'field: value' .*: while parsing a flow node"),
+        ("ranks: !!timestamp x", "expected 'field: value'"),
+        ("<system/>", "expected NCCL's topology in XML: no <gpu> in it"),
+        ("<system><gpu/></system>", "expected NCCL's topology in XML: no 'sm'"),
         ("<system", "unclosed token"),
-        ("[]", "no measured connection"),
+        ("[]", "expected what collectivesrun --doctor .*: no measured connection"),
+        ("[1]", "expected what collectivesrun --doctor"),
+        ("GPU0\n", "ranks: expected a whole number from 1 to 1048576, got '0'"),
+        (b"\xff\xfe\x00", "no text in UTF-8"),
     ],
 )
-def test_a_file_that_is_no_cluster_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text(text)
+def test_a_file_that_is_no_cluster_is_refused(text: str | bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InvalidArgumentError, match=message):
         topology.load(str(tmp_path / "file"))
     with pytest.raises(InvalidArgumentError, match=r"No such file.*expected one of h100-rails"):
@@ -215,7 +234,7 @@ def test_a_step_hides_what_fits_behind_the_backward_pass() -> None:
 
 
 def test_a_slow_bucket_gathers_what_becomes_ready_meanwhile() -> None:
-    workload = Workload((4_000_000, 10_000, 10_000, 10_000), 4.0, ready=(0.25, 0.5, 0.75, 1.0))
+    workload = Workload((4_000_000, 10_000, 10_000, 10_000), 4.0)
     assert simulate_step(workload, _predictor(), Settings()).buckets == (4_000_000, 30_000)
 
 
@@ -224,17 +243,17 @@ def test_stragglers_lengthen_the_step_of_all() -> None:
     step = simulate_step(workload, _predictor(), Settings(slower=1.5, late=0.25))
     assert step.step == pytest.approx(1.75, rel=0.01) and step.compute == 1.0
     assert simulate_step(workload, _predictor(1)).step == 1.0
-    found = {change.what: change.step for change in changes(workload, _predictor().cluster, Settings(slower=1.5))}
+    found = changes(workload, _predictor().cluster, Settings(slower=1.5))
     assert found["no straggler"].step == min(step.step for step in found.values())
 
 
 def test_changes_come_with_the_greatest_gain_first() -> None:
     workload, cluster = Workload((8_000_000,) * 4, 0.1), topology.CLUSTERS["ethernet-10g"]
     found = changes(workload, cluster)
-    steps = [change.step.step for change in found]
+    steps = [step.step for step in found.values()]
     assert steps == sorted(steps)
-    assert found[0].what in ("twice the bandwidth between hosts", "gradients sent in 16 bits")
-    assert {"half the latency between hosts", "no overlap with computing", "algorithm ring"} <= {c.what for c in found}
+    assert next(iter(found)) in ("twice the bandwidth between hosts", "gradients sent in 16 bits")
+    assert {"half the latency between hosts", "no overlap with computing", "algorithm ring"} <= set(found)
 
 
 class _TorchLike:
@@ -335,24 +354,6 @@ def test_the_command_compares_the_planners_choice(capsys: pytest.CaptureFixture[
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [(row[0], row[1]) for row in rows[:1]] == [("allreduce", "8")] and rows[5][1] == "65536"
     assert all(float(row[-1]) <= float(row[5]) for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["collective", "--bytes", "8", "--cluster", "moon"], "No such file"),
-        (["collective", "--bytes", "8", "--late", "one"], "expected NAME=NUMBER"),
-        (["collective", "--bytes", "8", "--lower", "cable 1=0.5"], "expected 'rank N out'"),
-        (["step", "--compute", "1", "--model", "nowhere:x"], "expected package.module:name"),
-        (["chakra", "native", "--bytes", "8", "--to", "x"], "allreduce has ring"),
-    ],
-)
-def test_the_command_refuses_what_it_cannot_simulate(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert message in capsys.readouterr().err
 
 
 PUBLISHED = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,7 +79,7 @@ class Parser(argparse.ArgumentParser):
     def add_json(self) -> None:
         """``--json FILE``."""
         text = "write everything measured to FILE"
-        self.add_argument("-J", "--json", type=Path, metavar="FILE", help=text)
+        self.add_argument("-J", "--json", type=new_file, metavar="FILE", help=text)
 
 
 @dataclass(frozen=True)
@@ -107,31 +108,42 @@ class Settings:
     """Whether our persistent operations are timed as well."""
 
 
-def size(text: str) -> int:
-    """A number of bytes such as 4096, 64K or 1G."""
-    try:
-        return parse_bytes(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number of bytes such as 4096, 64K or 1G, got {text!r}") from None
+def argument(
+    convert: Callable[[str], Any], expected: str | None = None, accepts: Callable[[Any], bool] = lambda value: True
+) -> Callable[[str], Any]:
+    """An argparse type, whose errors say what is ``expected``: by default the docstring of ``convert``."""
 
-
-def whole_number(least: int) -> Callable[[str], int]:
-    """A parser of integers that are at least ``least``."""
-
-    def parse(text: str) -> int:
-        if not text.removeprefix("-").isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number, {least} or more, got {text!r}")
-        return int(text)
+    def parse(text: str) -> Any:
+        with suppress(ValueError, OverflowError, OSError):
+            if accepts(value := convert(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"expected {expected or convert.__doc__}, got {text!r}")
 
     return parse
 
 
-def algorithms(text: str) -> tuple[str, ...]:
-    """A parser of comma-separated algorithms, which registers those of files."""
+size = argument(parse_bytes, "a number of bytes such as 4096, 64K or 1G")
+new_file = argument(
+    Path, "a file in a folder that exists", lambda file: file.resolve().parent.is_dir() and not file.is_dir()
+)
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """A parser of integers that are at least ``least``."""
+    return argument(int, f"a whole number, {least} or more", lambda value: value >= least)
+
+
+def algorithm(text: str) -> str:
+    """A parser of an algorithm, which registers that of a file."""
     try:
-        return tuple(dict.fromkeys(algorithm_name(word) for word in text.split(",") if word))
+        return algorithm_name(text)
     except InvalidArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def algorithms(text: str) -> tuple[str, ...]:
+    """A parser of comma-separated algorithms."""
+    return tuple(dict.fromkeys(algorithm(word) for word in text.split(",") if word))
 
 
 def names(kind: str, allowed: Sequence[str], everything: bool = False) -> Callable[[str], tuple[str, ...]]:
@@ -231,7 +243,7 @@ def parser(program: str, collective: Collective, peers: Peers = NO_PEERS) -> Par
     )
     add_contestants(flags, peers)
     flags.add_json()
-    flags.add_argument("--plot", type=Path, metavar="FILE", help="write the bandwidth curves, as PNG and as SVG")
+    flags.add_argument("--plot", type=new_file, metavar="FILE", help="write the bandwidth curves, as PNG and as SVG")
     return flags
 
 
@@ -299,9 +311,6 @@ def settings(flags: Parser, arguments: Sequence[str] | None) -> Settings:
         flags.error(f"argument -f/--stepfactor: expected 1 or more, got {options.stepfactor:g}")
     if options.plot is not None:
         flags.check_drawing()
-    for file in (options.json, options.plot):
-        if file is not None and not file.resolve().parent.is_dir():
-            flags.error(f"{file}: there is no folder {file.parent}")
     return Settings(
         sizes=sweep(options.minbytes, largest, options.stepfactor, options.stepbytes),
         iterations=options.iters,

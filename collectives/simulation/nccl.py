@@ -52,7 +52,7 @@ def _ring(collective: str, nbytes: int, cluster: Cluster, protocol: str) -> floa
     size, hosts = cluster.ranks, cluster.hosts
     passes = 2 if collective == "allreduce" else 1
     step = nvlink if cluster.nvlink else pcie
-    across = passes * (hosts - 1) if hosts > 1 else 0
+    across = passes * (hosts - 1)
     if hosts > 1:
         step = max(step, _NET_OVERHEAD[protocol])
     latency = call + (passes * (size - 1) - across) * step + across * net * cluster.latency / _NETWORK

@@ -25,7 +25,9 @@ def page(content: Mapping[str, Any]) -> str:
         [
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>',
             f"<style>{_STYLE}</style><h1>{escape(title)}</h1>",
-            f"<p>{escape(_summary(now))}</p><p>Figures of the cluster: {escape(content['source'])}.</p>",
+            f"<p>{1e3 * now['step']:.2f} ms a step, of which {1e3 * now['exposed']:.2f} ms wait for the gradients: ",
+            f"{now['efficiency']:.1%} of the speed of ranks that need not communicate.</p>",
+            f"<p>Figures of the cluster: {escape(content['source'])}.</p>",
             "<h2>By number of ranks</h2><p>Milliseconds of a step: computing, and what communication adds.</p>",
             _bars([(f"{row['ranks']} ranks", row) for row in content["scaling"]]),
             "<h2>What would change it</h2>",
@@ -34,13 +36,6 @@ def page(content: Mapping[str, Any]) -> str:
             "<p>Predicted, not measured. Left out: cores and memory shared with computing, the optimizer, jitter.</p>",
             "</html>",
         ]
-    )
-
-
-def _summary(step: Mapping[str, Any]) -> str:
-    return (
-        f"{1e3 * step['step']:.2f} ms a step, of which {1e3 * step['exposed']:.2f} ms wait for the gradients: "
-        f"{step['efficiency']:.1%} of the speed of ranks that need not communicate."
     )
 
 

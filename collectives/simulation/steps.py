@@ -19,7 +19,6 @@ from collectives.simulation.topology import Cluster
 
 _FORWARD = 1 / 3
 """Of the time of a step that computes only: a backward pass takes about twice a forward pass."""
-_THRESHOLDS = tuple(1 << shift for shift in range(20, 29))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,8 @@ def simulate_step(workload: Workload, predictor: Predictor, settings: Settings |
 def changes(workload: Workload, cluster: Cluster, settings: Settings | None = None) -> dict[str, Step]:
     """What would help most: the step after each of some changes, the quickest first; `simulate_step` has the errors."""
     settings, now = settings or Settings(), Predictor(cluster)
-    best = min(_THRESHOLDS, key=lambda size: simulate_step(workload, now, replace(settings, fusion=size)).step)
+    thresholds = (1 << shift for shift in range(20, 29))
+    best = min(thresholds, key=lambda size: simulate_step(workload, now, replace(settings, fusion=size)).step)
     wider = {name: 2 * getattr(cluster, name) for name in ("bandwidth", "uplink", "leaf_uplink")}
     every = {
         "twice the bandwidth between hosts": (Predictor(replace(cluster, **wider)), settings),

@@ -131,7 +131,13 @@ _IB = (
     "hosts, 3.4 us within and 1 us a message (its tuning.cc)"
 )
 _H100 = Cluster(32, 8, _NET, 48e9, 3.4e-6, 370.8e9, message=1e-6, gpus=True, nvlink=True, nvls=True)
-_TCP = Cluster(8, 1, 30e-6, 1.19e9, reduction=5e9, message=20e-6, overhead=60e-6)
+_TCP = Cluster(
+    *(8, 1, 30e-6, 1.19e9),
+    reduction=5e9,
+    message=20e-6,
+    overhead=60e-6,
+    source="line rate less 5 % of headers; 20 us a message: ours, docs/simulator.md; latency assumed",
+)
 
 CLUSTERS = {
     "h100-rails": replace(_H100, source=f"HGX H100, a NIC per GPU: {_IB}"),
@@ -169,15 +175,8 @@ CLUSTERS = {
         nvls=False,
         source="arXiv:1802.05799: hosts of 4 Pascal GPUs, 25 Gbit/s; PCIe 12 GB/s (NCCL's topo.h)",
     ),
-    "ethernet-10g": replace(
-        _TCP, source="10 Gbit/s less 5 % of headers; 20 us a message: ours, docs/simulator.md; latency assumed"
-    ),
-    "ethernet-100g": replace(
-        _TCP,
-        bandwidth=11.9e9,
-        latency=15e-6,
-        source="100 Gbit/s less 5 % of headers; 20 us a message: ours, docs/simulator.md; latency assumed",
-    ),
+    "ethernet-10g": _TCP,
+    "ethernet-100g": replace(_TCP, bandwidth=11.9e9, latency=15e-6),
 }
 """By name."""
 

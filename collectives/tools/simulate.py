@@ -165,11 +165,10 @@ def _collective(asked: argparse.Namespace) -> int:
 
 def _playable(asked: argparse.Namespace, cluster: Cluster) -> list[str]:
     """The algorithm that was asked for, or all that have schedules and serve the cluster."""
-    every = [
-        registry.find(asked.collective, name)
-        for name in dict.fromkeys((*registry.on_host(asked.collective), *registry.on_gpu(asked.collective)))
-    ]
-    names = [each.name for each in every if not each.native and not each.why_not(cluster.placement().hosts)]
+    hosts, names = cluster.placement().hosts, []
+    for name in dict.fromkeys((*registry.on_host(asked.collective), *registry.on_gpu(asked.collective))):
+        one = registry.find(asked.collective, name)
+        names += [] if one.native or one.why_not(hosts) else [name]
     if asked.algorithm and asked.algorithm not in names:
         raise InvalidArgumentError(f"algorithm={asked.algorithm!r}: {asked.collective} has {', '.join(names)} [U42]")
     return [asked.algorithm] if asked.algorithm else names

@@ -41,7 +41,15 @@ class Group(Operations, Membership):
     _name = _description = ""
     _sequence = 0
 
-    def _open(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        store: Any = None,
+        rank: int = 0,
+        size: int = 1,
+        timeout: timedelta = _DEFAULT_TIMEOUT,
+        name: str = "",
+        ranks: Sequence[int] = (),
+    ) -> None:
         """Connect the ranks, or stay without them where there is no store.
 
         Args:
@@ -51,6 +59,7 @@ class Group(Operations, Membership):
             name: of the group.
             ranks: the members, as ranks of the default group; empty: this is the default group.
         """
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's class, which comes after these
         self._rank, self._size, self._name, self._timeout, self._store = rank, size, name, timeout, store
         if store is None:
             return
@@ -156,21 +165,10 @@ class ProcessGroup(Group, _ProcessGroup):  # type: ignore[misc]  # torch's class
 
         group = ProcessGroup(timeout=timedelta(seconds=30))    # torchft: Manager(pg=group, ...)
 
-    Args: as of `Group._open`. Without a store the group has no members until it is configured (`Membership`).
+    Args: as of `Group`. Without a store the group has no members until it is configured (`Membership`).
     """
 
-    def __init__(
-        self,
-        store: Any = None,
-        rank: int = 0,
-        size: int = 1,
-        timeout: timedelta = _DEFAULT_TIMEOUT,
-        name: str = "",
-        ranks: Sequence[int] = (),
-    ) -> None:
-        _ProcessGroup.__init__(self, rank, size)
-        self.bound_device_id = None
-        self._open(store, rank, size, timeout, name, ranks)
+    bound_device_id = None
 
     @property
     def group_name(self) -> str:
@@ -202,18 +200,6 @@ class Backend(Group, _Backend):  # type: ignore[misc]  # torch's class
     Where this version of torch has no constructor for it, making one raises TypeError. Of a `Work`, torch's group
     passes on ``wait`` and ``get_future`` alone.
     """
-
-    def __init__(
-        self,
-        store: Any = None,
-        rank: int = 0,
-        size: int = 1,
-        timeout: timedelta = _DEFAULT_TIMEOUT,
-        name: str = "",
-        ranks: Sequence[int] = (),
-    ) -> None:
-        _Backend.__init__(self, rank, size)
-        self._open(store, rank, size, timeout, name, ranks)
 
 
 def create(options: Any, pg_options: Any = None) -> Any:

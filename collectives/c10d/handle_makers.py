@@ -136,35 +136,25 @@ def grouped(
     return handles.grouped(options, member, items, *further)
 
 
-def reduce_scatter(handles: HandleFactory, out: Any, whole: Any, op: Op, **options: Any) -> Handle:
-    return reduce_scatter_pair(handles, (out, whole), op, **options)
-
-
-def reduce_scatter_pair(handles: HandleFactory, pair: tuple[Any, Any], op: Op, **options: Any) -> Handle:
+def reduce_scatter(handles: HandleFactory, pair: tuple[Any, Any], op: Op, **options: Any) -> Handle:
     out, whole = pair
     flat = elements_of(dense(whole, "reduce_scatter"))
     memory = None if share_memory(out, whole) else result_memory(out)
     return into(handles.reducescatter(options, flat, op, memory), out, memory)
 
 
-def reduce_scatter_list(handles: HandleFactory, out: Any, parts: Sequence[Any], op: Op, **options: Any) -> Handle:
-    return reduce_scatter_pair(handles, (out, joined(parts)), op, **options)
-
-
-def reduce_scatter_unevenly(
+def reduce_scatter_list(
     handles: HandleFactory, out: Any, parts: Sequence[Any], rank: int, op: Op, **options: Any
 ) -> Handle:
-    """By an all-reduce: shares of different sizes are rare."""
-    whole, at = joined(parts), sum(part.numel() for part in parts[:rank])
-    handle = allreduce(handles, whole, op, **options)
-    return after(handle, lambda _: store(whole[at : at + out.numel()], out))
+    """Shares of different sizes are rare: by an all-reduce."""
+    whole, sizes = joined(parts), [part.numel() for part in parts]
+    if len(set(sizes)) == 1:
+        return reduce_scatter(handles, (out, whole), op, **options)
+    at = sum(sizes[:rank])
+    return after(allreduce(handles, whole, op, **options), lambda _: store(whole[at : at + out.numel()], out))
 
 
-def gather(handles: HandleFactory, out: Any, part: Any, **options: Any) -> Handle:
-    return gather_pair(handles, (out, part), **options)
-
-
-def gather_pair(handles: HandleFactory, pair: tuple[Any, Any], **options: Any) -> Handle:
+def gather(handles: HandleFactory, pair: tuple[Any, Any], **options: Any) -> Handle:
     out, part = pair
     flat = elements_of(dense(part, "all_gather_into_tensor"))
     memory = result_memory(out)
@@ -172,11 +162,7 @@ def gather_pair(handles: HandleFactory, pair: tuple[Any, Any], **options: Any) -
     return after(handle, lambda _: check_counts(handle, [count] * (out.numel() // count))) if count else handle
 
 
-def gather_to_list(handles: HandleFactory, tensor: Any, parts: Sequence[Any], **options: Any) -> Handle:
-    return gather_pair_to_list(handles, (tensor, parts), **options)
-
-
-def gather_pair_to_list(handles: HandleFactory, pair: tuple[Any, Sequence[Any]], **options: Any) -> Handle:
+def gather_to_list(handles: HandleFactory, pair: tuple[Any, Sequence[Any]], **options: Any) -> Handle:
     tensor, parts = pair
     check_dtype(parts, tensor, "all_gather")
     return to_list(handles.allgather(options, elements_of(dense(tensor, "all_gather"))), parts)

@@ -126,32 +126,21 @@ class Operations:
         op, options = _reduction(opts)
         out, parts = _one(output_tensors, "reduce_scatter"), _one(input_tensors, "reduce_scatter")
         self._each_rank(parts, "reduce_scatter: input_list")
-        share = parts[self._connected().rank]
-        if share.numel() != out.numel():
+        rank = self._connected().rank
+        if parts[rank].numel() != out.numel():
             raise self._refused(
-                f"reduce_scatter: output: expected the {share.numel()} elements of this rank's tensor in input_list; "
-                f"got {out.numel()} [F102]"
+                f"reduce_scatter: output: expected the {parts[rank].numel()} elements of this rank's tensor in "
+                f"input_list; got {out.numel()} [F102]"
             )
-        if any(part.numel() != out.numel() for part in parts):
-            return self._do(
-                "reduce_scatter",
-                opts,
-                output_tensors,
-                makers.reduce_scatter_unevenly,
-                out,
-                parts,
-                self._connected().rank,
-                op,
-                **options,
-            )
-        return self._do("reduce_scatter", opts, output_tensors, makers.reduce_scatter_list, out, parts, op, **options)
+        make = makers.reduce_scatter_list
+        return self._do("reduce_scatter", opts, output_tensors, make, out, parts, rank, op, **options)
 
     def reduce_scatter_single(self, outputTensor: Any, inputTensor: Any, opts: Any = None) -> Work:
         """``inputTensor``: the ranks' shares behind each other."""
         op, options = _reduction(opts)
         self._all_in(inputTensor, outputTensor, "reduce_scatter_tensor", "input", "output")
         return self._do(
-            "reduce_scatter", opts, [outputTensor], makers.reduce_scatter, outputTensor, inputTensor, op, **options
+            "reduce_scatter", opts, [outputTensor], makers.reduce_scatter, (outputTensor, inputTensor), op, **options
         )
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
@@ -159,9 +148,7 @@ class Operations:
         for output, whole in zip(outputs, inputs, strict=True):
             self._all_in(whole, output, "reduce_scatter_tensor", "input", "output")
         pairs = list(zip(outputs, inputs, strict=True))
-        return self._do(
-            "reduce_scatter", opts, outputs, makers.grouped, pairs, makers.reduce_scatter_pair, op, **options
-        )
+        return self._do("reduce_scatter", opts, outputs, makers.grouped, pairs, makers.reduce_scatter, op, **options)
 
     # ---- everything from everyone
 
@@ -199,9 +186,9 @@ class Operations:
         gathered = [out for parts in output_tensors for out in parts]
         pairs = list(zip(input_tensors, output_tensors, strict=True))
         if len(pairs) == 1:
-            return self._do("all_gather", opts, gathered, makers.gather_to_list, *pairs[0], inputs=input_tensors)
+            return self._do("all_gather", opts, gathered, makers.gather_to_list, pairs[0], inputs=input_tensors)
         return self._do(
-            "all_gather", opts, gathered, makers.grouped, pairs, makers.gather_pair_to_list, inputs=input_tensors
+            "all_gather", opts, gathered, makers.grouped, pairs, makers.gather_to_list, inputs=input_tensors
         )
 
     def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None) -> Work:
@@ -218,13 +205,13 @@ class Operations:
                 if received is not None:
                     makers.check_received("all_gather_into_tensor", received, [array.size] * len(received))
                     return Work([output])
-        return self._do("all_gather", opts, [output], makers.gather, output, input)
+        return self._do("all_gather", opts, [output], makers.gather, (output, input))
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
         for output, part in zip(outputs, inputs, strict=True):
             self._all_in(output, part, "all_gather_into_tensor", "output", "input")
         pairs = list(zip(outputs, inputs, strict=True))
-        return self._do("all_gather", opts, outputs, makers.grouped, pairs, makers.gather_pair)
+        return self._do("all_gather", opts, outputs, makers.grouped, pairs, makers.gather)
 
     @_overloaded(_c10d.GatherOptions)
     def gather(self, output_tensors: Sequence[Sequence[Any]], input_tensors: Sequence[Any], opts: Any) -> Work:

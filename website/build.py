@@ -15,7 +15,7 @@ import griffe
 
 from collectives.tools import drawing
 from collectives.tools.command import COMMANDS
-from website import codes
+from website import algorithms_table, codes
 
 ROOT = Path(__file__).parents[1]
 PAGES, SITE = ROOT / "build" / "pages", ROOT / "build" / "site"
@@ -51,7 +51,7 @@ LINK = re.compile(r"(\]\()(?!\w+:|#)([^)\s#]+)")
 
 GENERATORS: dict[str, Callable[..., str]] = {
     "stepper": lambda algorithm, collective, ranks: drawing.page_element(collective, algorithm, int(ranks)),
-    "algorithms-table": drawing.table,
+    "algorithms-table": algorithms_table.table,
 }
 """What replaces ``<!-- generated: NAME ARGUMENTS -->`` on a line of its own."""
 

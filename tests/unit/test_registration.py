@@ -20,6 +20,7 @@ from collectives.schedules.schedule import Step
 from collectives.tools import drawing, simulate
 from tests.support.schedules import own
 from tests.trials import mutants
+from website import algorithms_table
 
 Rounds = Sequence[Sequence[Step]]
 
@@ -156,7 +157,7 @@ def test_it_is_simulated_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             simulate.main(f"collective allreduce {arguments.replace('4', '5')} --bytes 1M --algorithm mine".split())
         assert "mine" in capsys.readouterr().err
-    assert "6 rounds" in drawing.page_element("allreduce", "mine", 4) and "`mine`" not in drawing.table()
+    assert "6 rounds" in drawing.page_element("allreduce", "mine", 4) and "`mine`" not in algorithms_table.table()
     with pytest.raises(InvalidArgumentError, match="proved for 2, 3, 4 ranks, not for 5"):
         drawing.page_element("allreduce", "mine", 5)
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 import collectives
+from benchmarks import common
 from benchmarks.models import MODELS, Shapes, elements
 from benchmarks.peers import NATIVE, Cupyx, Mpi, Peer, Torch, connect_all
 from collectives.tools.bench import cli, report
 from collectives.tools.bench.collective import FLOOR, floor
 from collectives.tools.bench.device import HOST, Memory, memories
-from collectives.tools.bench.measure import OURS, Summary, bandwidth, counters_per_step, quartiles
-from collectives.tools.bench.progress import time_in_turn
+from collectives.tools.bench.measure import OURS, Summary, bandwidth
 from collectives.tools.bench.ranks import Ranks, session
 from collectives.tools.bench.values import Values
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cli.check_device(flags, options)
     with session() as ranks:
         content = measure(options, ranks)
-        report.write_results(options.json, ranks, "gradients", "milliseconds per step", content)
+        common.write_results(options.json, ranks, "gradients", "milliseconds per step", content)
     if any(record["wrong"] for record in content["records"]):
         sys.exit(1)
 
@@ -131,7 +131,7 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
             f"# {report.mpi_library() or 'no MPI'}; medians of {options.steps} steps of the slowest rank, the "
             f"contestants in turn"
         )
-        seconds = time_in_turn(ranks, steps, options.warmup, options.steps, place)
+        seconds = common.time_in_turn(ranks, steps, options.warmup, options.steps, place)
     records = [
         {
             "contestant": name,
@@ -145,7 +145,7 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     ranks.say(table(records))
     cost = cost_per_tensor(ranks, count, options.steps, options.blocking, place)
     ranks.say(f"# {cost}")
-    counted = counters_per_step(ranks, steps[OURS])
+    counted = common.counters_per_step(ranks, steps[OURS])
     shown = ", ".join(f"{name} {value:g}" for name, value in counted.items() if value)
     ranks.say(f"# the engine's counters per step: {shown or 'all 0'}")
     return {
@@ -278,8 +278,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     for record in records:
         ratio = None if record["contestant"] == OURS else record["ratio"]
         lines.append(
-            f" {record['contestant']:<{width}}{quartiles(record['time'])}{record['bandwidth']:>8.2f}"
-            f"{quartiles(ratio, 2, 9, 8)}{'N/A' if record['wrong'] is None else record['wrong']:>8}"
+            f" {record['contestant']:<{width}}{common.quartiles(record['time'])}{record['bandwidth']:>8.2f}"
+            f"{common.quartiles(ratio, 2, 9, 8)}{'N/A' if record['wrong'] is None else record['wrong']:>8}"
         )
     return "\n".join(lines)
 

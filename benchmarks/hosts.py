@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks import common
 from benchmarks.allreduce import ALLREDUCE
 from benchmarks.peers import prepared
 from collectives.base.config import NETWORKS, Config
@@ -115,7 +116,7 @@ def _over(network: str) -> Iterator[Prepare]:
 def measure(contest: Contest, bits: float | None) -> None:
     """Time every size; rank 0 prints a line for each. ``bits``: what each host's link carries in a second."""
     ranks, settings, names = contest.ranks, contest.settings, list(contest.contestants)
-    hosts = len(set(ranks.gather(ranks.address())))
+    hosts = len(set(ranks.gather(common.address(ranks))))
     ranks.say(
         f"# {hosts} hosts, {ranks.size} ranks; {report.mpi_library() or 'no MPI'}; in-place float32 sum, microseconds "
         f"per call: median of {settings.iterations} batches in turn\n"
@@ -125,7 +126,7 @@ def measure(contest: Contest, bits: float | None) -> None:
     reasons: dict[str, None] = {}
     for size in settings.sizes:
         case = contest.case(np.dtype(np.float32), "sum", size // 4)
-        batches, missing = contest.batches(names, case, calls_of(size))
+        batches, missing = common.batches(contest, names, case, calls_of(size))
         reasons |= dict.fromkeys(missing.values())
         samples = alternate(ranks, list(batches.values()), settings.warmup, settings.iterations)
         times = dict(zip(batches, samples * 1e6 / calls_of(size), strict=True))

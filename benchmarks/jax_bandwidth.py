@@ -28,9 +28,9 @@ import numpy as np
 
 import collectives
 import collectives.jax as hvd
-from collectives.tools.bench import cli, report
+from benchmarks import common
+from collectives.tools.bench import cli
 from collectives.tools.bench.measure import Summary
-from collectives.tools.bench.progress import time_in_turn
 from collectives.tools.bench.ranks import Ranks, session
 
 Call = Callable[[], Any]
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if max(lengths) * 4 <= options.largest
             ]
             content = {"records": rows, "steps": steps}
-            report.write_results(options.json, ranks, "jax_bandwidth", "microseconds", content)
+            common.write_results(options.json, ranks, "jax_bandwidth", "microseconds", content)
     finally:
         hvd.shutdown()
     if wrong:
@@ -192,7 +192,7 @@ def step(name: str, lengths: Sequence[int], own: Any, options: Any, ranks: Ranks
 
 def timed(calls: dict[str, Call], options: Any, ranks: Ranks) -> dict[str, np.ndarray]:
     """Microseconds of every call in every round."""
-    seconds = time_in_turn(ranks, calls, options.warmup, options.iterations)
+    seconds = common.time_in_turn(ranks, calls, options.warmup, options.iterations)
     return {name: row * 1e6 for name, row in seconds.items()}
 
 

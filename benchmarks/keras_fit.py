@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import common
 from benchmarks.tf_strategy import strategy
-from collectives.tools.bench import cli, report
-from collectives.tools.bench.measure import OURS, Summary, quartiles
-from collectives.tools.bench.progress import time_in_turn
+from collectives.tools.bench import cli
+from collectives.tools.bench.measure import OURS, Summary
 from collectives.tools.bench.ranks import Ranks, session
 
 ALONE, LEGACY, STRATEGY = "alone", "legacy", "strategy"
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     with session() as ranks:
         content = measure(options, ranks)
-        report.write_results(options.json, ranks, "keras_fit", "milliseconds per step", content)
+        common.write_results(options.json, ranks, "keras_fit", "milliseconds per step", content)
 
 
 def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
                 trained[STRATEGY] = network(tf_keras, widths)
                 trained[STRATEGY].compile(plain(tf_keras), "sparse_categorical_crossentropy")
         fits = {name: partial(fit, model, inputs, labels, options.steps) for name, model in trained.items()}
-        where = report.place_of(ranks)
+        where = common.place_of(ranks)
         parameters = ours.count_params()
         ranks.say(
             f"# {options.model}: {parameters} parameters; {where}; Keras {keras.__version__} on "
@@ -92,7 +92,7 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
             f"# medians of {options.iterations} fits of {options.steps} steps, the slowest rank's time, milliseconds "
             f"per step"
         )
-        seconds = time_in_turn(ranks, fits, options.warmup, options.iterations)
+        seconds = common.time_in_turn(ranks, fits, options.warmup, options.iterations)
     records = summarize({name: row * 1e3 / options.steps for name, row in seconds.items()})
     ranks.say(table(records))
     return {"model": options.model, "parameters": parameters, "records": records}
@@ -139,7 +139,9 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         f"#{'contestant':<12}" + "".join(f"{head:>10}" for head in ("step ms", "p25", "p75", "adds ms", "p25", "p75"))
     ]
     for record in records:
-        lines.append(f" {record['contestant']:<12}{quartiles(record['time'])}{quartiles(record['added'])}")
+        lines.append(
+            f" {record['contestant']:<12}{common.quartiles(record['time'])}{common.quartiles(record['added'])}"
+        )
     added = {record["contestant"]: record["added"]["median"] for record in records if record["added"]}
     if STRATEGY in added and added[STRATEGY] > 0:
         lines.append(f"# {OURS} adds {added[OURS] / added[STRATEGY]:.2f} of what {STRATEGY} adds")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import collectives
+from benchmarks import common
 from benchmarks.allreduce import ALLREDUCE
 from benchmarks.peers import PEERS, prepared
 from collectives.tools.bench import cli, report
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with prepared(ALLREDUCE, settings, ranks, places[options.memory[0]]) as peers:
             results = measure(settings, options.calls, ranks, peers, places)
         content = {"batches": options.batches, "calls": options.calls, "records": results}
-        report.write_results(options.json, ranks, "latency", "microseconds per call", content)
+        common.write_results(options.json, ranks, "latency", "microseconds per call", content)
 
 
 def measure(
@@ -76,7 +77,7 @@ def measure(
     with Progress(len(settings.sizes) * (settings.warmup + settings.iterations), ranks) as progress:
         for size in settings.sizes:
             case = contest.case(np.dtype(np.float32), "sum", size // 4)
-            batches, reasons = contest.batches(names, case, calls)
+            batches, reasons = common.batches(contest, names, case, calls)
             samples = (
                 alternate(ranks, list(batches.values()), settings.warmup, settings.iterations, progress.tick)
                 / calls

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 import collectives
-from collectives.tools.bench import cli, report
+from benchmarks import common
+from collectives.tools.bench import cli
 from collectives.tools.bench.device import available_bytes, check_memory, read
 from collectives.tools.bench.plot import short_bytes
 from collectives.tools.bench.ranks import Ranks, session
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not problem:
             only_flat = options.operations or options.allocations
             results = flatness(options.operations, options.allocations, ranks) if only_flat else measure(options, ranks)
-            report.write_results(options.json, ranks, "memory", "bytes", {"records": results})
+            common.write_results(options.json, ranks, "memory", "bytes", {"records": results})
         elif ranks.rank == 0:
             print(f"benchmarks.memory: error: {problem}", file=sys.stderr)
     if problem:

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 import collectives
+from benchmarks import common
 from benchmarks.peers import PEERS, Mpi, Torch, connect_all
-from collectives.tools.bench import cli, report
+from collectives.tools.bench import cli
 from collectives.tools.bench.measure import OURS, Summary, alternate
 from collectives.tools.bench.plot import short_bytes
 from collectives.tools.bench.ranks import Ranks, session
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with session() as ranks:
         records = measure(options, ranks)
         content = {"size": options.bytes, "records": records}
-        report.write_results(options.json, ranks, "overlap", "milliseconds", content)
+        common.write_results(options.json, ranks, "overlap", "milliseconds", content)
 
 
 def measure(options: Any, ranks: Ranks) -> list[dict[str, Any]]:
@@ -81,7 +82,7 @@ def measure(options: Any, ranks: Ranks) -> list[dict[str, Any]]:
                 contestants.append(of_mpi(peer, tensor))
             elif isinstance(peer, Torch):
                 contestants.append(of_gloo(peer, tensor))
-        where = report.place_of(ranks)
+        where = common.place_of(ranks)
         ranks.say(f"# {short_bytes(tensor.nbytes)} float32 sum in place; {where}; milliseconds, medians")
         ranks.say(
             f"#{'compute':<9}{'contestant':<14}{'blocking':>10}{'compute':>10}{'both':>10}{'hidden %':>10}{'p25':>8}"

@@ -8,6 +8,7 @@ What a library cannot do for a row raises Unavailable.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import common
 from benchmarks.prototype import Prototype
 from benchmarks.sockets import Sockets
 from collectives.tools.bench import contest
@@ -135,7 +137,7 @@ class Torch:
         store = None
         address: tuple[str, int] = ("", 0)
         if ranks.rank == 0:
-            host = ranks.address()
+            host = common.address(ranks)
             store = self.distributed.TCPStore(host, 0, ranks.size, is_master=True, wait_for_workers=False)
             address = (host, store.port)
         address = ranks.gather(address)[0]
@@ -238,7 +240,7 @@ def connect(name: str, ranks: Ranks, memory: Memory = HOST) -> Peer | str:
     peer: Peer | None = None
     reason = None
     try:
-        shared = memory.shared_by(ranks.local_size) if isinstance(memory, Cuda) else None
+        shared = _why_no_nccl(memory.gpus, ranks.local_size) if isinstance(memory, Cuda) else None
         if shared:
             reason = f"{name}: {shared}"
         else:
@@ -286,3 +288,16 @@ def prepared(
         if "nccl" in settings.peers:
             ready["nccl"] = contest.Peer(partial(collective.ours, NATIVE))
         yield ready
+
+
+def _why_no_nccl(gpus: int, local_size: int) -> str | None:
+    """Why NCCL cannot connect this many ranks of the host, or None: it wants one GPU each, or its mode without."""
+    nccl = importlib.import_module("cupy.cuda.nccl")
+    if not nccl.available:
+        return "CuPy finds no NCCL: pip install nvidia-nccl-cu13 (or -cu12)"
+    if local_size <= gpus:
+        return None
+    version = nccl.get_version()
+    if version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return None
+    return f"{local_size} ranks on {gpus} GPU: needs NCCL 2.30 (found {version}) and NCCL_MULTI_RANK_GPU_ENABLE=1"

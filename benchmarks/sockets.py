@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import common
 from collectives.tools.bench.collective import IN_PLACE, Case, Result, Unavailable
 from collectives.tools.bench.ranks import Ranks
 
@@ -36,7 +37,7 @@ class Sockets:
         if ranks.size == 1:
             raise Unavailable("sockets: a single rank has nobody to send to")
         self._rank, self._size = ranks.rank, ranks.size
-        with socket.create_server((ranks.address(), 0), backlog=ranks.size) as listener:
+        with socket.create_server((common.address(ranks), 0), backlog=ranks.size) as listener:
             listener.settimeout(_PATIENCE)
             addresses = ranks.gather(listener.getsockname())
             self._links = {peer: socket.create_connection(addresses[peer], _PATIENCE) for peer in range(ranks.rank)}

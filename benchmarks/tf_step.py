@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks import models
+from benchmarks import common, models
 from benchmarks.tf_strategy import strategy, sum_of
 from collectives.tools.bench import cli, report
 from collectives.tools.bench.collective import FLOOR, floor
-from collectives.tools.bench.measure import OURS, Summary, quartiles
-from collectives.tools.bench.progress import time_in_turn
+from collectives.tools.bench.measure import OURS, Summary
 from collectives.tools.bench.ranks import Ranks, session
 
 ENGINE, FUNCTION, STRATEGY = "engine", "function", "strategy"
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = flags.parse_args(arguments)
     with session() as ranks:
         content = measure(options, ranks)
-        report.write_results(options.json, ranks, "tf_step", "milliseconds", content)
+        common.write_results(options.json, ranks, "tf_step", "milliseconds", content)
     if any(record["wrong"] for record in content["records"]):
         sys.exit(1)
 
@@ -102,7 +101,7 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
         if FLOOR in options.peers:
             source = np.ones(nbytes // 4, np.float32)
             calls[FLOOR] = floor(source, np.ones_like(source), nbytes)
-        seconds = time_in_turn(ranks, calls, options.warmup, options.iterations)
+        seconds = common.time_in_turn(ranks, calls, options.warmup, options.iterations)
     records = summarize({name: row * 1e3 for name, row in seconds.items()}, wrong)
     ranks.say(table(records))
     return {"model": options.model, "tensors": len(arrays), "bytes": nbytes, "records": records}
@@ -134,7 +133,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     lines = [f"#{'contestant':<12}{'ms':>10}{'p25':>10}{'p75':>10}{'beyond':>10}{'times ours':>12}{'#wrong':>8}"]
     for record in records:
         beyond, ratio = record["beyond"], record["ratio"]
-        cells = quartiles(record["time"])
+        cells = common.quartiles(record["time"])
         cells += f"{beyond['median']:>10.3f}" if beyond else f"{'-':>10}"
         cells += f"{ratio['median']:>12.2f}" if ratio else f"{'-':>12}"
         lines.append(f" {record['contestant']:<12}{cells}{'N/A' if record['wrong'] is None else record['wrong']:>8}")

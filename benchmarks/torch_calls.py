@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import common
 from benchmarks.peers import connect_all
-from collectives.tools.bench import cli, report
+from collectives.tools.bench import cli
 from collectives.tools.bench.measure import OURS
-from collectives.tools.bench.progress import time_in_turn
 from collectives.tools.bench.ranks import Ranks, session
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 4 << 20)
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not peers:
             return
         content = {"records": measure(options, ranks)}
-        report.write_results(options.json, ranks, "torch_calls", "microseconds per call", content)
+        common.write_results(options.json, ranks, "torch_calls", "microseconds per call", content)
 
 
 def measure(options: Any, ranks: Ranks) -> list[dict[str, Any]]:
@@ -43,13 +43,13 @@ def measure(options: Any, ranks: Ranks) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     groups = {OURS: dist.new_group(backend="collectives"), "gloo": dist.group.WORLD}
-    ranks.say(f"# {report.place_of(ranks)}; torch {torch.__version__}; medians of {options.rounds} rounds in turn")
+    ranks.say(f"# {common.place_of(ranks)}; torch {torch.__version__}; medians of {options.rounds} rounds in turn")
     ranks.say(f"#{'call':<24}{'bytes':>10}{'ours us':>10}{'gloo us':>10}{'of gloo':>9}")
     records = []
     for name in CALLS:
         for nbytes in SIZES:
             steps = {which: repeated(CALLS[name](nbytes // 4, ranks.size, group)) for which, group in groups.items()}
-            seconds = time_in_turn(ranks, steps, options.warmup, options.rounds)
+            seconds = common.time_in_turn(ranks, steps, options.warmup, options.rounds)
             ours, gloo = (np.median(seconds[which]) * 1e6 / _CALLS for which in groups)
             ranks.say(
                 f" {name:<24}{nbytes:>10}{ours:>10.1f}{gloo:>10.1f}{np.median(seconds[OURS] / seconds['gloo']):>9.3f}"

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import common
 from benchmarks.torch_models import MODELS
-from collectives.tools.bench import cli, report
-from collectives.tools.bench.measure import Summary, quartiles
+from collectives.tools.bench import cli
+from collectives.tools.bench.measure import Summary
 from collectives.tools.bench.ranks import Ranks, session
 
 TARGET = 10.0
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with session() as ranks:
         records = measure(options, ranks)
         content = {"model": options.model, "records": records}
-        report.write_results(options.json, ranks, "torch_hooks", "microseconds per parameter", content)
+        common.write_results(options.json, ranks, "torch_hooks", "microseconds per parameter", content)
 
 
 def measure(settings: Any, ranks: Ranks) -> list[dict[str, Any]]:
@@ -186,7 +187,8 @@ def clock_cost() -> float:
 def line(record: dict[str, Any]) -> str:
     """A variant's line of the table."""
     shown = "".join(
-        quartiles(record[part], 2, width, 8) for part, width in (("call", 10), ("parameter", 12), ("backward", 12))
+        common.quartiles(record[part], 2, width, 8)
+        for part, width in (("call", 10), ("parameter", 12), ("backward", 12))
     )
     return f" {record['variant']:<10}{record['calls']:>7g}{shown}"
 

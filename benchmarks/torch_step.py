@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import common
 from benchmarks.peers import connect_all
 from benchmarks.torch_models import MODELS
-from collectives.tools.bench import cli, report
+from collectives.tools.bench import cli
 from collectives.tools.bench.collective import FLOOR, floor
-from collectives.tools.bench.measure import OURS, Summary, counters_per_step, quartiles
-from collectives.tools.bench.progress import time_in_turn
+from collectives.tools.bench.measure import OURS, Summary
 from collectives.tools.bench.ranks import Ranks, session
 
 ALONE, VIEW = "alone", f"{OURS}-view"
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     with session() as ranks:
         content = measure(options, ranks)
-        report.write_results(options.json, ranks, "torch_step", "milliseconds per step", content)
+        common.write_results(options.json, ranks, "torch_step", "milliseconds per step", content)
     if any(record["wrong"] for record in content["records"]):
         sys.exit(1)
 
@@ -91,7 +91,7 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     with connect_all(["gloo"] if of_torch else [], ranks) as peers:
         if peers:
             contestants += [of_torch_distributed(name, model, inputs) for name in of_torch]
-        where = report.place_of(ranks)
+        where = common.place_of(ranks)
         ranks.say(
             f"# {options.model}: {len(sizes)} float32 tensors, {4 * sum(sizes) / 1e6:.1f} MB; {where}; torch "
             f"{torch.__version__}"
@@ -107,8 +107,8 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
             source, target = np.ones(sum(sizes), np.float32), np.ones(sum(sizes), np.float32)
             steps[FLOOR] = floor(source, target, source.nbytes)
         blocks = {name: repeated(step, options.block) for name, step in steps.items()}
-        seconds = time_in_turn(ranks, blocks, options.warmup, options.steps)
-        counted = counters_per_step(ranks, contestants[1].step)
+        seconds = common.time_in_turn(ranks, blocks, options.warmup, options.steps)
+        counted = common.counters_per_step(ranks, contestants[1].step)
     records = summarize({name: row * 1e3 / options.block for name, row in seconds.items()}, wrong)
     ranks.say(table(records))
     shown = ", ".join(f"{name} {value:g}" for name, value in counted.items() if value)
@@ -235,7 +235,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     for record in records:
         ratio = "-" if record["of_reference"] is None else f"{record['of_reference']:.2f}"
         wrong = "N/A" if record["wrong"] is None else record["wrong"]
-        times = quartiles(record["time"]) + quartiles(record["added"])
+        times = common.quartiles(record["time"]) + common.quartiles(record["added"])
         lines.append(f" {record['contestant']:<{width}}{times}{ratio:>9}{wrong:>8}")
     return "\n".join(lines)
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import common
 from benchmarks.gradients import Gradients
 from benchmarks.models import MODELS
 from collectives.base.config import ALGORITHMS, Config
-from collectives.tools.bench import cli, report
-from collectives.tools.bench.measure import Summary, alternate, quartiles
+from collectives.tools.bench import cli
+from collectives.tools.bench.measure import Summary, alternate
 from collectives.tools.bench.ranks import Ranks, session
 from collectives.transport.mpi import mpi_groups
 from collectives.worlds.world import World
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ranks.say("# one rank alone has nothing to tune")
             return
         content = measure(options, ranks)
-        report.write_results(options.json, ranks, "tuning", "milliseconds per step", content)
+        common.write_results(options.json, ranks, "tuning", "milliseconds per step", content)
 
 
 def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def measure(options: Any, ranks: Ranks) -> dict[str, Any]:
     for name, row in times.items():
         time, ratio = Summary.of(row), Summary.of(row / times[DEFAULTS])
         records.append({"world": name, "time": time.as_dict(), "ratio": ratio.as_dict()})
-        ranks.say(f" {name:<10}{quartiles(time.as_dict())}{quartiles(ratio.as_dict(), 2, 12, 8)}")
+        ranks.say(f" {name:<10}{common.quartiles(time.as_dict())}{common.quartiles(ratio.as_dict(), 2, 12, 8)}")
     return {
         "model": options.model,
         "start": {"fusion_threshold": options.threshold, "algorithm": options.algorithm},

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import collectives
+from benchmarks import common
 from collectives.base.errors import CollectiveTimeoutError
 from collectives.tools.bench import cli, report
 from collectives.tools.bench.ranks import Ranks, session
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = flags.parse_args(arguments)
     with session() as ranks:
         content = measure(options, ranks)
-        report.write_results(options.json, ranks, "waiting", "seconds; shares of a core", content)
+        common.write_results(options.json, ranks, "waiting", "seconds; shares of a core", content)
 
 
 def measure(options: Any, ranks: Ranks) -> dict[str, Any]:

@@ -112,15 +112,16 @@ _NEEDED = {
 VARIABLES = tuple(variable for family in _FAMILIES for rows in family.values() for variable, _ in rows)
 """Every variable that says something about the number of processes."""
 
-_RANK_VARIABLES = (
+RANK_VARIABLES = (
     *("COLLECTIVES_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
     *("RANK", "SLURM_PROCID", "JAX_PROCESS_ID"),
 )
+"""Variables with this process's rank; the first that is there counts."""
 
 
 def rank(environment: Mapping[str, str]) -> int:
     """This process's rank, as its launcher says it; 0 where none does."""
-    return next((int(environment[name]) for name in _RANK_VARIABLES if environment.get(name, "").isdigit()), 0)
+    return next((int(environment[name]) for name in RANK_VARIABLES if environment.get(name, "").isdigit()), 0)
 
 
 def several(environment: Mapping[str, str]) -> Sign | None:

@@ -33,9 +33,8 @@ import termios
 import time
 from collections.abc import Mapping
 
-RANK_VARIABLES = ("COLLECTIVES_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _LAUNCHERS_VARIABLES = {
-    "RANK": RANK_VARIABLES,
+    "RANK": ("COLLECTIVES_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"),
     "SIZE": ("COLLECTIVES_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "LOCAL_RANK": ("COLLECTIVES_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
     "LOCAL_SIZE": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
@@ -110,8 +109,8 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
             empty: none.
     """
     launcher = os.getppid()
-    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     place = _place()
+    rank = place.get("RANK", "0")
     if placement:
         os.environ.update(_in_horovods_words(place, [int(number) for number in placement.split(",")]))
     os.environ.update(_in_torchs_words(place, os.environ))

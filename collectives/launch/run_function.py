@@ -13,15 +13,15 @@ import sys
 import traceback
 from pathlib import Path
 
+from collectives.base import launchers
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.launch.api import CALL, FAILURE, RESULT
-from collectives.launch.rank import RANK_VARIABLES
 from collectives.worlds import exit_hooks
 
 
 def main(folder: Path) -> None:
     """Call the function in the folder; an error that it raises is recorded and raised again."""
-    rank = int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0"))
+    rank = launchers.rank(os.environ)
     try:
         function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
         result = importlib.import_module("cloudpickle").dumps(function(*args, **kwargs))

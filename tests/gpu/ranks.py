@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +18,8 @@ import numpy as np
 
 import collectives
 from benchmarks.gpu.figures import attempt, publish, skip
+from collectives.base import launchers
 from collectives.device.diagnosis import why_not
-from collectives.tools.bench.ranks import launched_rank
 from tests.support.scenarios.gpu import QUICK, SCENARIOS
 from tests.support.scenarios.gpu_makers import Maker, maker
 
@@ -93,8 +94,8 @@ def _emulated() -> Iterator[dict[str, Maker]]:
     from tests.support.scenarios.gpu_makers import EmulatedMaker
 
     if host_kernels.COMPILER is None:
-        skip(host_kernels.MISSING, launched_rank())
-    device = emulated_ranks.own_device(delays=launched_rank())
+        skip(host_kernels.MISSING, launchers.rank(os.environ))
+    device = emulated_ranks.own_device(delays=launchers.rank(os.environ))
     collectives.init()
     with emulated_ranks.own_stream(device):
         yield {"emulated": EmulatedMaker(device)}

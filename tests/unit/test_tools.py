@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from collectives.base import launchers
 from collectives.tools import demo
 from collectives.tools.bench import cli
-from collectives.tools.bench.ranks import launched_rank, launchers_variable
+from collectives.tools.bench.ranks import launchers_variable
 from collectives.tools.command import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +104,7 @@ def test_who_has_started_this_process() -> None:
     assert launchers_variable({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None, "a job's script is no rank"
     assert launchers_variable({"SLURM_PROCID": "0", "SLURM_STEP_ID": "1"}) == "SLURM_PROCID"
     assert launchers_variable({"RANK": "0"}) == "RANK" and launchers_variable({}) is None
-    assert launched_rank({"RANK": "3", "WORLD_SIZE": "4"}) == 3, "torchrun's, whose other ranks say nothing"
+    assert launchers.rank({"RANK": "3", "WORLD_SIZE": "4"}) == 3, "torchrun's, whose other ranks say nothing"
 
 
 def test_another_number_of_ranks_than_the_launchers_is_an_error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,11 +15,11 @@ from typing import IO, Any, NoReturn
 
 import numpy as np
 
+from collectives.base import launchers
 from collectives.base.config import ALGORITHMS, TRANSPORTS, algorithm_name, parse_bytes
 from collectives.base.errors import InvalidArgumentError
 from collectives.tools.bench.collective import OPERATIONS, Collective
 from collectives.tools.bench.device import DEVICES, MEMORIES, why_not
-from collectives.tools.bench.ranks import launched_rank
 
 NCCL_TYPES = {
     "int8": "int8",
@@ -53,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog, description=description, allow_abbrev=False, formatter_class=_Help)
-        self.rank = launched_rank()
+        self.rank = launchers.rank(os.environ)  # before any MPI is started
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
         if self.rank == 0:

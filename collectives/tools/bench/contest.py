@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.tools.bench.cli import Settings
-from collectives.tools.bench.collective import FLOOR, IN_PLACE, Case, Collective, Result, Unavailable, floor
+from collectives.tools.bench.collective import FLOOR, Case, Collective, Result, Unavailable, floor
 from collectives.tools.bench.device import HOST, Memory
 from collectives.tools.bench.measure import OURS, Record, Summary, alternate
 from collectives.tools.bench.ranks import Ranks
@@ -26,9 +26,6 @@ class Peer(NamedTuple):
 
     prepare: Prepare
     in_our_memory: bool = False
-
-
-Batch = Callable[[], None]
 
 
 class Contest:
@@ -132,23 +129,6 @@ class Contest:
             )
         return records
 
-    def batches(self, names: Iterable[str], case: Case, calls: int) -> tuple[dict[str, Batch], dict[str, str]]:
-        """Return ``calls`` in-place calls by each contestant, of a tensor of zeros, and why others cannot take part."""
-        batches: dict[str, Batch] = {}
-        reasons: dict[str, str] = {}
-        for name in names:
-            outcome = self.attempt(name, case, IN_PLACE)
-            if isinstance(outcome, str):
-                reasons[name] = outcome
-            elif outcome[1]:
-                reasons[name] = f"{name}: {outcome[1]} wrong values at {case.nbytes} bytes"
-            else:
-                batches[name] = _batch(self.memory.finished(outcome[0]), calls)
-        for name in batches:
-            # Sums of zeros stay what they are.
-            self.case(case.dtype, case.op, case.count, name).work.fill(0)
-        return batches, reasons
-
     def attempt(self, name: str, case: Case, mode: str) -> tuple[Result, int | None] | str:
         """Prepare a contestant and call it once with fresh values.
 
@@ -178,11 +158,3 @@ class Contest:
         if not self.settings.check or name == FLOOR:
             return call, None
         return call, self.ranks.total(self.collective.wrong(case, values, self.memory.read(result.reshape(-1))))
-
-
-def _batch(call: Result, calls: int) -> Batch:
-    def batch() -> None:
-        for _ in range(calls):
-            call()
-
-    return batch

@@ -9,7 +9,6 @@ result would see them.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,20 +107,6 @@ class Cuda:
     def available(self) -> int | None:
         free: int = self.cupy.cuda.runtime.memGetInfo()[0]
         return free
-
-    def shared_by(self, local_size: int) -> str | None:
-        """Why NCCL cannot connect this many ranks of the host, or None: it wants one GPU each, or its mode without."""
-        nccl = importlib.import_module("cupy.cuda.nccl")
-        if not nccl.available:
-            return "CuPy finds no NCCL: pip install nvidia-nccl-cu13 (or -cu12)"
-        if local_size <= self.gpus:
-            return None
-        version = nccl.get_version()
-        if version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
-            return None
-        return (
-            f"{local_size} ranks on {self.gpus} GPU: needs NCCL 2.30 (found {version}) and NCCL_MULTI_RANK_GPU_ENABLE=1"
-        )
 
 
 Memory = Host | Cuda

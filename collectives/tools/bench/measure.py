@@ -8,7 +8,7 @@ On a GPU a call lasts until its stream has done the work.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from random import Random
 from time import perf_counter
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-import collectives
 from collectives.tools.bench.device import HOST, Memory
 from collectives.tools.bench.ranks import Ranks
 
@@ -74,16 +73,6 @@ def alternate(
     return ranks.maximum(seconds)
 
 
-def counters_per_step(ranks: Ranks, step: Call, steps: int = 5) -> dict[str, float]:
-    """How far each counter of this rank's engine rises in a step, the mean over ``steps``."""
-    ranks.barrier()
-    before = asdict(collectives.world().statistics)
-    for _ in range(steps):
-        step()
-        ranks.barrier()
-    return {name: (value - before[name]) / steps for name, value in asdict(collectives.world().statistics).items()}
-
-
 @dataclass(frozen=True)
 class Summary:
     """Quartiles and minimum of a contestant's samples; microseconds for times, a plain number for ratios."""
@@ -100,12 +89,6 @@ class Summary:
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
-
-
-def quartiles(summary: Mapping[str, float] | None, digits: int = 3, first: int = 10, others: int = 10) -> str:
-    """Three cells of a table, ``first`` and ``others`` wide: a summary's median, and its quartiles; dashes for None."""
-    cells = ["-"] * 3 if summary is None else [f"{summary[key]:.{digits}f}" for key in ("median", "p25", "p75")]
-    return f"{cells[0]:>{first}}{cells[1]:>{others}}{cells[2]:>{others}}"
 
 
 def bandwidth(nbytes: int, microseconds: float) -> float:

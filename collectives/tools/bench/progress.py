@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
-from collectives.tools.bench.device import HOST, Memory
-from collectives.tools.bench.measure import Call, alternate
 from collectives.tools.bench.ranks import Ranks
 
 _LAUNCHERS = ("mpirun", "mpiexec", "prte", "prun", "orte", "hydra", "collectives")
@@ -67,15 +62,6 @@ class Progress:
 
     def __exit__(self, *failure: object) -> None:
         self.clear()
-
-
-def time_in_turn(
-    ranks: Ranks, calls: Mapping[str, Call], warmup: int, rounds: int, memory: Memory = HOST
-) -> dict[str, np.ndarray]:
-    """Seconds of every call in every round, by name; see `alternate`."""
-    with Progress(warmup + rounds, ranks) as progress:
-        seconds = alternate(ranks, list(calls.values()), warmup, rounds, progress.tick, memory=memory)
-    return dict(zip(calls, seconds, strict=True))
 
 
 def watched() -> bool:

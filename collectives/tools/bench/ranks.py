@@ -6,8 +6,6 @@ watch. Between ranks without MPI the engine does: outside of what is timed.
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,26 +14,16 @@ from typing import Any
 import numpy as np
 
 import collectives
-from collectives.launch.rank import RANK_VARIABLES
-
-_VARIABLES = (*RANK_VARIABLES, "RANK", "JAX_PROCESS_ID")
-"""Launchers' variables of this rank's number."""
-
-
-def launched_rank(environment: Mapping[str, str] | None = None) -> int:
-    """This process's rank as the launcher tells it, before any MPI is started; 0 without a launcher."""
-    source = os.environ if environment is None else environment
-    for variable in _VARIABLES:
-        if source.get(variable, "").isdigit():
-            return int(source[variable])
-    return 0
+from collectives.base.launchers import RANK_VARIABLES
 
 
 def launchers_variable(environment: Mapping[str, str]) -> str | None:
     """The variable with which a launcher has made this process a rank. (A Slurm job's script has a rank's number as
     well.)"""
     in_slurms_script = "SLURM_STEP_ID" not in environment
-    names = [name for name in _VARIABLES if name in environment and not (in_slurms_script and name == "SLURM_PROCID")]
+    names = [
+        name for name in RANK_VARIABLES if name in environment and not (in_slurms_script and name == "SLURM_PROCID")
+    ]
     return names[0] if names else None
 
 
@@ -55,10 +43,6 @@ class Ranks:
             self.barrier = self.comm.Barrier
         elif self.size > 1:
             self.barrier = collectives.barrier
-
-    def address(self) -> str:
-        """An address of this host at which all ranks reach it."""
-        return "127.0.0.1" if self.local_size == self.size else socket.gethostbyname(socket.gethostname())
 
     def maximum(self, values: np.ndarray) -> np.ndarray:
         """The element-wise maximum over all ranks, on every rank; ``values`` is float64 and is overwritten."""

@@ -18,7 +18,6 @@ from collectives.tools.bench.cli import Settings
 from collectives.tools.bench.collective import Collective
 from collectives.tools.bench.device import read
 from collectives.tools.bench.measure import Record
-from collectives.tools.bench.ranks import Ranks
 from collectives.worlds.summary import mpi_version
 
 _PACKAGES = ("numpy", "mpi4py", "numkong", "ml_dtypes", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax")
@@ -73,16 +72,3 @@ def document(collective: Collective, ranks: int, settings: Settings, records: Se
 
 def write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def write_results(path: Path | None, ranks: Ranks, benchmark: str, unit: str, content: dict[str, Any]) -> None:
-    """Write what an engine's benchmark has measured, on rank 0; None: no file is asked for."""
-    if path is not None and ranks.rank == 0:
-        head = {"benchmark": benchmark, "ranks": ranks.size, "machine": machine(), "unit": unit}
-        write(path, {**head, **content})
-
-
-def place_of(ranks: Ranks) -> str:
-    """How many ranks there are, and how many cores each may use."""
-    here = machine()
-    return f"{ranks.size} ranks, each on {here['usable_cores']} of {here['cores']} cores"

@@ -1,7 +1,7 @@
 """``collectives demo``: two ranks, a short bandwidth table with its plot, and real gradients all-reduced.
 
-Writes into ``demo-output/``: allreduce.json; the weights of both training runs; allreduce.png, allreduce.svg and
-training.png where matplotlib is installed.
+Writes into ``demo-output/``: allreduce.json; the weights of both training runs; pictures of both, as PNG and as SVG,
+where matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from collectives.tools.bench import cli
+from collectives.tools.bench.plot import drawing, tidy
 
 _TOLERANCE = 1e-4
 """Relative difference of weights that rounding may leave after hundreds of float32 steps summed in another order."""
@@ -88,32 +89,25 @@ def _training(ranks: int, output: Path, plot: bool) -> None:
 
 def _draw(runs: dict[str, dict[str, np.ndarray]], file: Path) -> None:
     """Loss and accuracy per epoch of both runs: the single process as circles on the parallel run's line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     looks: list[dict[str, Any]] = [{"linewidth": 2}, {"linestyle": "", "marker": "o", "mfc": "none"}]
     parts = {"training": ("", "#0072B2"), "test": ("test_", "#D55E00")}
-    for axes, what in zip(panels, ("loss", "accuracy"), strict=True):
-        for (run, history), look in zip(runs.items(), looks, strict=True):
-            for part, (prefix, colour) in parts.items():
-                values = history[f"history.{prefix}{what}"]
-                axes.plot(range(1, len(values) + 1), values, color=colour, label=f"{part}, {run}", **look)
-        axes.set_title(what, loc="left", fontsize=10)
-        axes.set_xlabel("epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(True, color="#D9D9D9", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yscale("log")
-    for ticks in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
-        ticks(FuncFormatter(lambda value, _: f"{value:g}"))
-    panels[1].legend(frameon=False, loc="lower right")
-    figure.suptitle("Digits: the same training on several ranks and in one process", x=0.01, ha="left", fontsize=11)
-    figure.savefig(file, dpi=160)
-    pyplot.close(figure)
+    title = "Digits: the same training on several ranks and in one process"
+    with drawing(file, 2, (10, 4.2), title) as (_, panels):
+        for axes, what in zip(panels, ("loss", "accuracy"), strict=True):
+            for (run, history), look in zip(runs.items(), looks, strict=True):
+                for part, (prefix, colour) in parts.items():
+                    values = history[f"history.{prefix}{what}"]
+                    axes.plot(range(1, len(values) + 1), values, color=colour, label=f"{part}, {run}", **look)
+            axes.set_title(what, loc="left", fontsize=10)
+            axes.set_xlabel("epoch")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            tidy(axes, "both")
+        panels[0].set_yscale("log")
+        for ticks in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
+            ticks(FuncFormatter(lambda value, _: f"{value:g}"))
+        panels[1].legend(frameon=False, loc="lower right")
 
 
 def _launch(title: str, ranks: int, program: list[str]) -> None:

@@ -20,11 +20,10 @@ from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.launches import DevicePlan
 from collectives.cuda.planner import DeviceChoice
-from collectives.cuda.request_cache import TensorSpec
 from collectives.cuda.transfer import DeviceBlock
 from collectives.device.kernels import Combination, Scaling
 from collectives.engine.handles import Handle
-from collectives.engine.request_cache import CachedRequest
+from collectives.engine.request_cache import CachedRequest, TensorSpec
 from collectives.engine.rows import Rows
 from collectives.engine.tasks import AdasumTensor, OneTensor
 from collectives.schedules.registry import REPRODUCIBLE
@@ -149,7 +148,7 @@ def allreduce_path(
 ) -> DevicePath:
     """The path of an all-reduce whose result is not scaled, such as that of a packed bucket."""
     if choice.transport == "host":
-        shape: Any = TensorSpec((count,), count, dtype)
+        shape: Any = TensorSpec((count,), dtype)
         keywords = {"op": op.combining(dtype), **({"algorithm": REPRODUCIBLE} if choice.stepwise else {})}
         request = accelerator.context.entries.reducing("allreduce", shape, None, keywords)
         return HostPath(accelerator, request)

@@ -20,7 +20,7 @@ from collectives.device import kernels
 from collectives.device.kernels import Scaling
 from collectives.engine.host_requests import HostRequestCache, fusion_key
 from collectives.engine.negotiation import Request
-from collectives.engine.request_cache import CachedRequest, RequestCache
+from collectives.engine.request_cache import CachedRequest, RequestCache, TensorSpec
 from collectives.plan.planner import Planner, is_reproducible
 from collectives.schedules import registry
 from collectives.tensors.cuda_tensors import DeviceView
@@ -50,14 +50,6 @@ class CachedDeviceRequest(CachedRequest):
         self.op, self.count = host.op, host.count
         self.moves = host.moves
         self.packs = False
-
-
-class TensorSpec:
-    """Shape, size and dtype of a tensor, in place of its view where only a request is made."""
-
-    def __init__(self, shape: tuple[int, ...], size: int, dtype: np.dtype[Any]) -> None:
-        self.shape, self.size, self.dtype, self.nbytes = shape, size, dtype, size * dtype.itemsize
-        self.array = self
 
 
 class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
@@ -137,7 +129,7 @@ class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
 
 
 def _spec(view: DeviceView, dtype: np.dtype[Any] | None = None) -> TensorSpec:
-    return TensorSpec(view.shape, view.array.size, view.dtype if dtype is None else dtype)
+    return TensorSpec(view.shape, view.dtype if dtype is None else dtype)
 
 
 def _check_forced(options: Options) -> None:

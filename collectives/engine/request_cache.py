@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -168,6 +169,14 @@ class CachedRequest:
         self._plan = plan if isinstance(plan, Plan) else None
         self.inline = plan if isinstance(plan, Inline) else None
         self.native = plan if not isinstance(plan, Plan | Inline) else None
+
+
+class TensorSpec:
+    """Shape, size and dtype of a tensor, in place of its view where only a request is made."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.shape, self.dtype, self.size = shape, dtype, math.prod(shape)
+        self.nbytes, self.array = self.size * dtype.itemsize, self
 
 
 class RequestCache(ABC, Generic[Cached]):

@@ -6,9 +6,8 @@ submitted, so that a refused argument leaves nothing to undo.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from collectives.engine import arguments, host_handles, overlaps
 from collectives.engine.handles import EMPTY, Handle, no_result
 from collectives.engine.host_handles import HostHandles
 from collectives.engine.negotiation import Request
-from collectives.engine.request_cache import RequestCache
+from collectives.engine.request_cache import RequestCache, TensorSpec
 from collectives.schedules import fixed_tree, partition
 from collectives.tensors import arrays, compression, reduction
 from collectives.tensors.arrays import View
@@ -139,7 +138,7 @@ class HandleFactory:
         kernel = reduction.kernel(op, dtype)
         # One row, of which only the request is needed: it checks the arguments, and has the scalings.
         entry = self.host.requests.reducing(
-            "allreduce", _Row(shape, dtype), None, {**keywords, "op": op, "parts": total}
+            "allreduce", TensorSpec(shape, dtype), None, {**keywords, "op": op, "parts": total}
         )
         prescale = reduction.prescale(dtype, entry.request.prescale)
         parts = view.array.reshape(end - begin, -1)
@@ -332,7 +331,7 @@ class HandleFactory:
             else:
                 scales = {"prescale_factor": request.prescale, "postscale_factor": request.postscale}
                 keywords |= {"op": Op(request.op), "parts": request.of_parts, **scales}
-                reduced = handles.requests.reducing("allreduce", _Row(shape, dtype), None, keywords)
+                reduced = handles.requests.reducing("allreduce", TensorSpec(shape, dtype), None, keywords)
                 entry = self.host.requests.gathering_parts(reduced)
             rows = (0,) * (1 if request.collective == "allgather" else self._size)
             return handles.gathered(entry, view, rows)
@@ -368,25 +367,6 @@ class HandleFactory:
     def share(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this rank's rows."""
         return (partition.rows(shape[0], self._size)[self._rank], *shape[1:])
-
-
-class _Row(NamedTuple):
-    """What a request has of the view of one part."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
-
-    @property
-    def array(self) -> _Row:
-        return self
 
 
 def _view(keywords: Keywords, tensor: Any, writable: bool = False) -> tuple[Any, Keywords]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from collectives.base.config import Config
 from collectives.launch import agent, ssh
@@ -20,6 +21,10 @@ from collectives.launch.host_agent import HostAgent, HostRanks
 from collectives.launch.job import Ranks
 from collectives.launch.output import Output
 from collectives.launch.records import Record
+from collectives.transport.tcp import network
+
+if TYPE_CHECKING:
+    from collectives.transport.stores.store import StoreServer
 
 _AFTER_DEATH = 2.0
 """Seconds in which ranks end by themselves after one has ended with a failure: they notice, and say where they were."""
@@ -198,24 +203,27 @@ class Agents(Ranks):
     def _serve(self) -> dict[str, str]:
         """Serve the store at which the ranks meet; return the variables that lead there, and to where rank 0 serves
         torch's, if a program makes torch's process groups."""
-        from collectives.transport.stores.store import StoreServer
-        from collectives.transport.tcp import network
-        from collectives.transport.tcp.authentication import make_key  # imports asyncio, as do the others
-        from collectives.transport.tcp.service import Service
-
         others = [one.place.host for one in self._agents if one.place.host]
         address = ssh.address_for(others, self._config.network_interface, self.remote)
-        service, key = Service(), make_key()
-        self._close_store = service.close
-        server = StoreServer(service, address, 0, key)
+        server, key = self._open_store(address)
         first = next(one for one in self._agents if 0 in one.place.ranks)
         torchs_host = (first.address or self.remote.address(first.place.host)) if first.place.host else address
         return {
             "MASTER_ADDR": self.environment.get("MASTER_ADDR", torchs_host),
             "MASTER_PORT": self.environment.get("MASTER_PORT", first.free_port),
             "COLLECTIVES_RENDEZVOUS": f"tcp://{network.joined(*server.address)}",
-            "COLLECTIVES_KEY": key.hex(),
+            "COLLECTIVES_KEY": key,
         }
+
+    def _open_store(self, address: str, *heard: Callable[[str, bytes], object]) -> tuple[StoreServer, str]:
+        """Serve a store at an address until `close`; returns it, and the job's key in hexadecimal."""
+        from collectives.transport.stores.store import StoreServer
+        from collectives.transport.tcp.authentication import make_key  # imports asyncio, as do the others
+        from collectives.transport.tcp.service import Service
+
+        service, key = Service(), make_key()
+        self._close_store = service.close
+        return StoreServer(service, address, 0, key, *heard), key.hex()
 
     def _look_after(self, one: HostAgent, now: float) -> None:
         """Find out whether a host is lost."""

@@ -24,6 +24,7 @@ from collectives.launch.elastic_terms import Action, Drop, Event, Kill, Rules, S
 from collectives.launch.host_agent import HostAgent, HostRanks
 from collectives.launch.output import Output
 from collectives.launch.records import Record
+from collectives.transport.tcp import network
 
 _AFTER_FAILURE = 2.0
 """Seconds in which members end by themselves after the job has failed."""
@@ -78,23 +79,15 @@ class ElasticAgents(Agents):
         return self._driver.end.code if self._driver.end else 1
 
     def start(self, output: Output) -> None:
-        from collectives.transport.stores.store import StoreServer
-        from collectives.transport.tcp import network
-        from collectives.transport.tcp.authentication import make_key  # imports asyncio, as do the others
-        from collectives.transport.tcp.service import Service
-
         super().start(output)
         self._wake, self._waker = os.pipe()
         for end in (self._wake, self._waker):
             os.set_blocking(end, False)
-        service, key = Service(), make_key()
-        self._close_store = service.close
-        self._server = StoreServer(service, network.LOOPBACK, 0, key, self._hear)
+        self._server, key = self._open_store(network.LOOPBACK, self._hear)
         self._addresses[""] = network.joined(*self._server.address)
-        self._joined = network.joined
         self.environment = {
             **self.environment,
-            "COLLECTIVES_KEY": key.hex(),
+            "COLLECTIVES_KEY": key,
             "COLLECTIVES_ELASTIC_TIMEOUT": f"{self._timeout:g}",
         }
         if callable(self._look):
@@ -238,7 +231,7 @@ class ElasticAgents(Agents):
         if host not in self._addresses:
             address = ssh.address_for([host], self._config.network_interface, self.remote)
             listening = [known for known in self._addresses.values() if known.rpartition(":")[0] == address]
-            self._addresses[host] = listening[0] if listening else self._joined(*self._server.listen(address))
+            self._addresses[host] = listening[0] if listening else network.joined(*self._server.listen(address))
         return self._addresses[host]
 
     def _release_agents(self, now: float) -> None:

@@ -47,14 +47,14 @@ class Ssh:
         """Return the command that runs ``words`` on a host without passwords; MissingDependencyError without ssh."""
         return [
             *(self._program(), "-T", "-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(self.timeout))}"),
-            *self._options(),
+            *self.options(),
             *("--", _bare(host), f"exec {shlex.join([*self.before, *words])}"),
         ]
 
     def address(self, host: str) -> str:
         """Return the name or address to which ssh connects for a host, whose configuration may call it otherwise."""
         with suppress(OSError, subprocess.TimeoutExpired, MissingDependencyError):
-            command = [self._program(), "-G", *self._options(), "--", _bare(host)]
+            command = [self._program(), "-G", *self.options(), "--", _bare(host)]
             shown = subprocess.run(
                 command, capture_output=True, text=True, timeout=_PATIENCE, check=False, stdin=subprocess.DEVNULL
             )
@@ -82,7 +82,8 @@ class Ssh:
             )
         return path
 
-    def _options(self) -> list[str]:
+    def options(self) -> list[str]:
+        """Return the options that say how ssh connects, which are also this program's own."""
         port = [] if self.port is None else ["-p", str(self.port)]
         return [*port, *(["-i", self.identity_file] if self.identity_file else [])]
 

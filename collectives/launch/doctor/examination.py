@@ -217,10 +217,8 @@ def _across(probes: Sequence[Probe], hosts: Sequence[str], remote: Ssh, by_mpi: 
     """Start a job with one rank on each host by each launcher."""
     named = ",".join(hosts)
     words = ["-np", str(len(hosts)), "-H", named]
-    ssh = [] if remote.port is None else ["-p", str(remote.port)]
-    ssh += ["-i", remote.identity_file] if remote.identity_file else []
     launcher = "ssh" if all(remote.starter(host) == "ssh" for host in hosts) else "batch"
-    findings = [launches.by_collectivesrun(launcher, *ssh, *words)[0]]
+    findings = [launches.by_collectivesrun(launcher, *remote.options(), *words)[0]]
     if by_mpi:
         findings.append(launches.by_collectivesrun("mpi", *words)[0])
     return [replace(finding, host=f"{probes[0].host} to {named}") for finding in findings]

@@ -215,7 +215,9 @@ class Agents(Ranks):
             "COLLECTIVES_KEY": key,
         }
 
-    def _open_store(self, address: str, *heard: Callable[[str, bytes], object]) -> tuple[StoreServer, str]:
+    def _open_store(
+        self, address: str, heard: Callable[[str, bytes], object] = lambda key, value: None
+    ) -> tuple[StoreServer, str]:
         """Serve a store at an address until `close`; returns it, and the job's key in hexadecimal."""
         from collectives.transport.stores.store import StoreServer
         from collectives.transport.tcp.authentication import make_key  # imports asyncio, as do the others
@@ -223,7 +225,7 @@ class Agents(Ranks):
 
         service, key = Service(), make_key()
         self._close_store = service.close
-        return StoreServer(service, address, 0, key, *heard), key.hex()
+        return StoreServer(service, address, 0, key, heard), key.hex()
 
     def _look_after(self, one: HostAgent, now: float) -> None:
         """Find out whether a host is lost."""

@@ -135,11 +135,6 @@ def memories(device: str, local_rank: int, kinds: Sequence[str]) -> dict[str, Me
 HOST = Host()
 
 
-def needed_bytes(largest: int, peers: bool, memories: int = 1) -> int:
-    """Bytes that one rank needs: input and work in each kind of memory, a result, and a peer's temporary copy."""
-    return largest * (2 * memories + (2 if peers else 1))
-
-
 def available_bytes(meminfo: str | None = None, limit: str | None = None, used: str | None = None) -> int | None:
     """Free memory of this host in bytes, or of this container if it has less; None where the system does not tell.
 
@@ -165,7 +160,8 @@ def read(path: str) -> str:
 
 def check_memory(largest: int, peers: bool, ranks_here: int, available: int | None, memories: int = 1) -> str | None:
     """None when the buffers fit; otherwise a message that says what is needed, what there is, and what to do."""
-    needed = needed_bytes(largest, peers, memories) * ranks_here
+    # Of each rank: input and work in each kind of memory, a result, and a peer's temporary copy.
+    needed = largest * (2 * memories + (2 if peers else 1)) * ranks_here
     if available is None or needed <= available:
         return None
     return (

@@ -1,11 +1,3 @@
 """`collectives.keras.elastic` under Horovod's name."""
 
-from collectives.keras.elastic import (
-    CommitStateCallback,
-    KerasState,
-    UpdateBatchStateCallback,
-    UpdateEpochStateCallback,
-    run,
-)
-
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+from collectives.keras.elastic import *  # noqa: F403

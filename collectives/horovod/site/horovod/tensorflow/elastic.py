@@ -1,5 +1,3 @@
 """`collectives.tensorflow.elastic` under Horovod's name."""
 
-from collectives.tensorflow.elastic import TensorFlowKerasState, TensorFlowState, run
-
-__all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
+from collectives.tensorflow.elastic import *  # noqa: F403

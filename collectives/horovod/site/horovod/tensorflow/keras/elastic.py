@@ -1,11 +1,3 @@
 """`collectives.tensorflow.keras.elastic` under Horovod's name."""
 
-from collectives.tensorflow.keras.elastic import (
-    CommitStateCallback,
-    KerasState,
-    UpdateBatchStateCallback,
-    UpdateEpochStateCallback,
-    run,
-)
-
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+from collectives.tensorflow.keras.elastic import *  # noqa: F403

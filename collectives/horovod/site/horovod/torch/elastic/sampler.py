@@ -1,5 +1,3 @@
 """The sampler of `collectives.torch.elastic`."""
 
-from collectives.torch.elastic import ElasticSampler
-
-__all__ = ["ElasticSampler"]
+from collectives.torch.elastic import *  # noqa: F403

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching.mpirun import ROOT, python_for, run_command
+from tests.support.launching.mpirun import UNUSED, python_for, run_command
 
 NEEDS = {
     "collectives": "numpy",
@@ -37,7 +37,7 @@ def test_examples_give_what_they_show(tmp_path: Path) -> None:
     job = ["collectivesrun", "-np", "2", str(python_for("openmpi")), "-m", "tests.support.examples", *modules]
     command = ["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path), *job]
     path = f"{python_for('openmpi').parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {"PATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", **UNUSED}
     shown = run_command(command, timeout=120, env=environment)
     counts = re.findall(r"(\d+) lines of examples were run; without one, or failed: none", shown.output)
     assert len(counts) == 2 and int(counts[0]) > 60, str(shown)

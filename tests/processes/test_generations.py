@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from collectives.engine import timeline
-from tests.support.launching.mpirun import run_command
+from tests.support.launching.mpirun import UNUSED_BY_TENSORFLOW, run_command
 
 NUMPY = """
 import os, signal, sys
@@ -312,7 +312,8 @@ ADAPTERS = {
 def test_no_step_is_lost_where_gradients_are_combined_again(adapter: str, tmp_path: Path) -> None:
     """Ranks die before they combine, before they vote, and after it; nobody takes their places."""
     hosts = ",".join(f"127.0.0.{number}:1" for number in (1, 2, 3, 4))
-    run(tmp_path, RETRY + adapter, (0,), f"-np 4 --min-np 1 --hosts {hosts} --on-rank-failure host")
+    options = f"-np 4 --min-np 1 --hosts {hosts} --on-rank-failure host"
+    run(tmp_path, RETRY + adapter, (0,), options, **(UNUSED_BY_TENSORFLOW if adapter is TENSORFLOW else {}))
 
 
 AHEAD = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.launching.mpirun import IMPLEMENTATIONS, run_command, run_ranks
+from tests.support.launching.mpirun import IMPLEMENTATIONS, UNUSED, run_command, run_ranks
 
 HANG = """
 import sys
@@ -47,3 +47,8 @@ def test_a_process_left_behind_is_found_and_ended(monkeypatch: pytest.MonkeyPatc
     )
     with pytest.raises(AssertionError, match=r"left behind: .*time\.sleep"):
         run_command([sys.executable, "-c", leave], timeout=20)
+
+
+def test_what_is_hidden_counts_as_not_installed() -> None:
+    program = "from importlib.util import find_spec; print(find_spec('sklearn'), find_spec('numpy') is not None)"
+    assert run_command([sys.executable, "-c", program], env=UNUSED).output == "None True\n"

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from collectives.horovod import FOLDER
-from tests.support.launching.mpirun import IMPLEMENTATIONS, ROOT, Result, python_for, run_command, run_ranks
+from tests.support.launching.mpirun import (
+    IMPLEMENTATIONS,
+    ROOT,
+    UNUSED_BY_TENSORFLOW,
+    Result,
+    python_for,
+    run_command,
+    run_ranks,
+)
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
 BOTH = pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
@@ -117,9 +125,8 @@ def script(folder: Path, text: str) -> str:
 
 def as_horovod(mpi: str, program: str, n: int = 2) -> Result:
     python = str(python_for(mpi))
-    return run_command(
-        [python, "-m", "collectives.launch", "--as-horovod", "-np", str(n), python, program], timeout=120
-    )
+    command = [python, "-m", "collectives.launch", "--as-horovod", "-np", str(n), python, program]
+    return run_command(command, timeout=120, env=UNUSED_BY_TENSORFLOW)
 
 
 def test_a_program_is_given_collectives(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.support.launching.mpirun import ROOT, run_ranks
+from tests.support.launching.mpirun import ROOT, UNUSED, UNUSED_BY_TENSORFLOW, run_ranks
 
 FOLDER = ROOT / "tests" / "adapters"
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", **UNUSED_BY_TENSORFLOW}
 # Tests of JAX compile many small programs, each for one call: to optimize them takes longer than it saves.
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 KERAS_3 = ("keras", "keras3")
@@ -24,8 +24,8 @@ ENVIRONMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]]
     "tensorflow": (("tensorflow",), ("tensorflow",), QUIET),
     "jax": (("jax",), ("jax",), {"XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=2"}),
     "keras on tensorflow": (KERAS_3, ("keras", "tensorflow"), {"KERAS_BACKEND": "tensorflow", **QUIET}),
-    "keras on jax": (KERAS_3, ("keras", "jax"), {"KERAS_BACKEND": "jax", "XLA_FLAGS": XLA_FLAGS}),
-    "keras on torch": (KERAS_3, ("keras", "torch"), {"KERAS_BACKEND": "torch"}),
+    "keras on jax": (KERAS_3, ("keras", "jax"), {"KERAS_BACKEND": "jax", "XLA_FLAGS": XLA_FLAGS, **UNUSED}),
+    "keras on torch": (KERAS_3, ("keras", "torch"), {"KERAS_BACKEND": "torch", **UNUSED_BY_TENSORFLOW}),
     "keras 2": (("keras", "keras2"), ("tensorflow", "tf_keras"), {"TF_USE_LEGACY_KERAS": "1", **QUIET}),
 }
 """By what messages call it: the words in the names of the files, the modules that they need, and further environment

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
-from collectives.schedules import partition
+from collectives.schedules import fixed_tree, partition
 from collectives.schedules.registry import REPRODUCIBLE
 from collectives.tensors.compression import Compression, check
 from collectives.worlds.process_sets import ProcessSet
@@ -50,9 +50,8 @@ class GradientOptions:
             that is the mean over them.
         device_dense, device_sparse: part of Horovod's interface; tensors are reduced where they are.
         name: prefix of the operations' names.
-        algorithm: of the all-reduces of dense gradients; None: chosen by size, or as the settings say.
-        tree_of_passes: whether the framework can sum the gradients of several passes by the fixed tree, as
-            "reproducible" requires; there the passes must be a power of two.
+        algorithm: of the all-reduces of dense gradients; None: chosen by size, or as the settings say. With
+            "reproducible" several passes are summed by the fixed tree too, and must be a power of two.
 
     Raises:
         InvalidArgumentError (a ValueError): a factor without Average, fewer than one pass, ``groups`` is neither a
@@ -74,7 +73,6 @@ class GradientOptions:
     device_sparse: str = ""
     name: str = "gradients"
     algorithm: str | None = None
-    tree_of_passes: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.op, Op):
@@ -114,11 +112,16 @@ class GradientOptions:
                 f"backward_passes_per_step: expected a power of two with algorithm='reproducible', so that each rank's "
                 f"passes are a subtree of those of all ranks, got {passes} [A78]"
             )
-        if passes > 1 and not self.tree_of_passes:
-            raise InvalidArgumentError(
-                "backward_passes_per_step: expected 1 with algorithm='reproducible', because this framework's "
-                "gradients are summed one after the other; torch's are not [A79]"
-            )
+
+    @property
+    def carries(self) -> tuple[int, ...]:
+        """For each of several backward passes: to how many kept sums its gradient is added, one after the other.
+
+        The last entry is the number of sums that are kept. What comes of the additions is the result after the last
+        pass, else the sum that follows, where there is one. A sum that is added to in every pass begins as zeros.
+        """
+        passes = self.backward_passes_per_step
+        return fixed_tree.carries(passes) if self.algorithm == REPRODUCIBLE else (1,) * passes
 
     @property
     def factors(self) -> dict[str, Any]:

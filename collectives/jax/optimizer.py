@@ -9,6 +9,7 @@ functions.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections import defaultdict
@@ -54,7 +55,8 @@ class AggregationState(NamedTuple):
 
     Attributes:
         inner: the wrapped optimizer's state.
-        sums: the sums of this rank's gradients since the last step.
+        sums: a tuple of sums of this rank's gradients since the last step; several where `GradientOptions.carries` says
+            so.
         passes: their number, an int32 scalar.
     """
 
@@ -162,7 +164,8 @@ def DistributedOptimizer(
     wrapped: Any = optimizer
     if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
         raise InvalidTypeError(f"optimizer: expected an Optax optimizer, with init and update, got {optimizer!r} [F1]")
-    GradientOptions(backward_passes_per_step=backward_passes_per_step)  # raises if that is not a number of passes
+    algorithm: Any = options.get("algorithm")
+    carries = GradientOptions(backward_passes_per_step=backward_passes_per_step, algorithm=algorithm).carries
     combined = distributed_gradients(op, compression, gradient_predivide_factor, process_set, name, **options)
     ordered = options.get("ordered", True)
     number = next(_numbers[number_of_rank()])
@@ -185,7 +188,7 @@ def DistributedOptimizer(
         return _transformation(
             wrapped.init, lambda gradients, state, params=None, **extra: step(gradients, state, params, extra)
         )
-    return _aggregating(wrapped.init, step, backward_passes_per_step, average_aggregated_gradients)
+    return _aggregating(wrapped.init, step, carries, average_aggregated_gradients)
 
 
 _LOSSES = ("value", "grad", "value_fn")
@@ -220,28 +223,39 @@ def _averaged(extra: dict[str, Any], gradients: Any, mean: Callable[[Any], Any])
     return averages
 
 
-def _aggregating(init: Callable[[Any], Any], step: Callable[..., Any], passes: int, average: bool) -> Any:
-    """Return an optimizer that acts on the sum of several passes."""
+def _aggregating(init: Callable[[Any], Any], step: Callable[..., Any], carries: tuple[int, ...], average: bool) -> Any:
+    """Return an optimizer that acts on the sum of several passes, which is made as `GradientOptions.carries` says."""
+    passes, tree_map = len(carries), jax.tree_util.tree_map
 
     def begin(params: Any) -> AggregationState:
-        return AggregationState(init(params), jax.tree_util.tree_map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
+        zeros = tree_map(jnp.zeros_like, (params,) * carries[-1])
+        return AggregationState(init(params), zeros, jnp.zeros((), jnp.int32))
 
     def update(
         gradients: Any, state: AggregationState, params: Any = None, **extra: Any
     ) -> tuple[Any, AggregationState]:
-        sums = jax.tree_util.tree_map(
-            lambda total, each: total + jnp.asarray(each).astype(total.dtype), state.sums, gradients
-        )
+        def added(carry: int) -> tuple[Any, ...]:
+            sums = list(state.sums)
+            carried = tree_map(lambda total, each: jnp.asarray(each).astype(total.dtype), sums[0], gradients)
+            for level in range(carry):
+                carried = sums[level] = tree_map(jnp.add, sums[level], carried)
+            if carry < len(sums):
+                sums[carry] = carried
+            return tuple(sums)
+
+        if len(set(carries)) == 1:
+            sums = added(carries[0])
+        else:
+            branches = [functools.partial(added, carry) for carry in range(carries[-1] + 1)]
+            sums = jax.lax.switch(jnp.array(carries)[state.passes], branches)
 
         def act() -> tuple[Any, AggregationState]:
-            total = jax.tree_util.tree_map(lambda each: each / passes, sums) if average else sums
+            total = tree_map(lambda each: each / passes, sums[-1]) if average else sums[-1]
             updates, inner = step(total, state.inner, params, extra)
-            return updates, AggregationState(
-                inner, jax.tree_util.tree_map(jnp.zeros_like, sums), jnp.zeros_like(state.passes)
-            )
+            return updates, AggregationState(inner, tree_map(jnp.zeros_like, sums), jnp.zeros_like(state.passes))
 
         def wait() -> tuple[Any, AggregationState]:
-            return jax.tree_util.tree_map(jnp.zeros_like, sums), AggregationState(state.inner, sums, state.passes + 1)
+            return tree_map(jnp.zeros_like, sums[-1]), AggregationState(state.inner, sums, state.passes + 1)
 
         # The count is equal on all ranks, so all of them take the same branch.
         return jax.lax.cond(state.passes == passes - 1, act, wait)

@@ -26,6 +26,10 @@ class GradientReducer(ABC):
         On TensorFlow, gradients that a ``DistributedGradientTape`` has combined are returned unchanged.
         """
 
+    def densified(self, grads: Sequence[Any]) -> Sequence[Any]:
+        """Return gradients of which none is sparse; a sparse one is refused without ``sparse_as_dense``."""
+        return grads
+
 
 def gradient_reducer(options: GradientOptions, backend: str) -> GradientReducer:
     """Return the reducer for a backend.
@@ -48,13 +52,17 @@ def gradient_reducer(options: GradientOptions, backend: str) -> GradientReducer:
 class _TensorFlowReducer(GradientReducer):
     def __init__(self, options: GradientOptions) -> None:
         from collectives.tensorflow.gradients import GradientReduction, variable_key
+        from collectives.tensorflow.optimizer_reduction import densified
         from collectives.tensorflow.reduction_tracking import reduce_remaining
 
-        self._key, self._reduce_remaining = variable_key, reduce_remaining
+        self._key, self._reduce_remaining, self._densified = variable_key, reduce_remaining, densified
         self._reduction = GradientReduction(options)
 
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any], local: Sequence[Any]) -> list[Any]:
         return self._reduce_remaining(grads, variables, self._reduction, {self._key(variable) for variable in local})
+
+    def densified(self, grads: Sequence[Any]) -> Sequence[Any]:
+        return self._densified(grads, self._reduction.options)
 
 
 class _ArrayReducer(GradientReducer):

@@ -11,7 +11,9 @@ ones, and hence alike on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,7 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.frontends.gradient_options import GradientOptions
 from collectives.frontends.keras_optimizer import distributed_class
 from collectives.keras.gradient_reducer import GradientReducer
+from collectives.schedules.registry import REPRODUCIBLE
 
 
 @dataclass
@@ -33,7 +36,7 @@ class OptimizerState:
     passive: bool = False  # the optimizer that contains this one combines the gradients
     busy: bool = False  # gradients are combined already, and Keras applies them
     bare: bool = False  # hide the variables ``sums`` and ``count``
-    sums: list[Any] = field(default_factory=list)  # variables with the sums over several backward passes
+    sums: list[list[Any]] = field(default_factory=list)  # lists of variables with sums over several backward passes
     count: Any = None  # a variable with the number of passes
     summed: list[int] | None = None  # identities of the first pass's variables, which further passes must have too
 
@@ -72,7 +75,7 @@ class DistributedMixin:
         state = self.state
         if not state.bare or state.count is None:
             return everything
-        own = {id(variable) for variable in [*state.sums, state.count]}
+        own = {id(variable) for variable in [*itertools.chain(*state.sums), state.count]}
         return [variable for variable in everything if id(variable) not in own]
 
     def save_own_variables(self, store: Any) -> None:
@@ -95,7 +98,10 @@ class DistributedMixin:
         state.variables = list(variables)
         if self.options.backward_passes_per_step > 1 and not state.passive and state.count is None:
             optimizer: Any = self
-            state.sums = [optimizer.add_variable_from_reference(each, name="gradient_sum") for each in variables]
+            state.sums = [
+                [optimizer.add_variable_from_reference(each, name="gradient_sum") for each in variables]
+                for _ in range(self.options.carries[-1])
+            ]
             state.count = optimizer.add_variable((), initializer="zeros", dtype="int32", name="backward_passes")
 
     # ---- application to variables
@@ -142,24 +148,44 @@ class DistributedMixin:
         state.summed = [id(variable) for variable in variables]
         places = {id(variable): at for at, variable in enumerate(state.variables)}
         sums = [
-            None if grad is None else state.sums[places[id(variable)]]
+            [] if grad is None else [level[places[id(variable)]] for level in state.sums]
             for grad, variable in zip(grads, variables, strict=True)
         ]
-        for total, grad in zip(sums, grads, strict=True):
-            if total is not None:
-                optimizer.assign_add(total, grad)
+        dense = self.reducer.densified(grads) if self.options.algorithm == REPRODUCIBLE else grads
+
+        def add(carry: int) -> None:
+            for levels, grad in zip(sums, dense, strict=True):
+                carried = grad
+                for total in levels[:carry]:
+                    optimizer.assign_add(total, carried)
+                    carried = total.value
+                if carry < len(levels):
+                    optimizer.assign(levels[carry], carried)
+
+        self._in_pass(state.count, add)
         state.count.assign_add(1)
 
         def last() -> None:
-            totals = self._means([None if total is None else keras.ops.stop_gradient(total.value) for total in sums])
+            totals = self._means([keras.ops.stop_gradient(levels[-1].value) if levels else None for levels in sums])
             self._apply(self.reducer.reduce(totals, variables, state.local), variables)
-            for total in [*state.sums, state.count]:
+            for total in [*state.sums[-1], state.count]:
                 total.assign(keras.ops.zeros_like(total))
 
         def between() -> None:
             optimizer.iterations.assign_add(1)
 
         keras.ops.cond(keras.ops.equal(state.count, self.options.backward_passes_per_step), last, between)
+
+    def _in_pass(self, count: Any, add: Callable[[int], Any]) -> Any:
+        """Call ``add`` with the number of sums that the gradients of the pass with a number, a tensor, are added to."""
+        carries = self.options.carries
+        if len(set(carries)) == 1:
+            return add(carries[0])
+        carry = keras.ops.take(keras.ops.convert_to_tensor(carries), count)
+        branch = functools.partial(add, carries[-1])
+        for number in reversed(range(carries[-1])):  # Keras has `switch` since 3.4 only
+            branch = functools.partial(keras.ops.cond, carry == number, functools.partial(add, number), branch)
+        return branch()
 
     def _means(self, totals: list[Any]) -> list[Any]:
         if not self.options.average_aggregated_gradients:
@@ -195,20 +221,30 @@ class DistributedMixin:
         optimizer: Any = self
         state = self.state
         places = {id(variable): at for at, variable in enumerate(optimizer.variables)}
-        sums = [places[id(each)] for each in state.sums]
+        sums = [[places[id(each)] for each in level] for level in state.sums]
         count, iterations = places[id(state.count)], places[id(optimizer.iterations)]
-        values = list(optimizer_variables)
-        for at, grad in zip(sums, grads, strict=True):
-            values[at] = values[at] + grad
+
+        def added(carry: int) -> list[Any]:
+            values, carried = list(optimizer_variables), list(grads)
+            for level in sums[:carry]:
+                for number, at in enumerate(level):
+                    values[at] = carried[number] = values[at] + carried[number]
+            if carry < len(sums):
+                for at, value in zip(sums[carry], carried, strict=True):
+                    values[at] = keras.ops.cast(value, values[at].dtype)
+            return values
+
+        values = self._in_pass(optimizer_variables[count], added)
         values[count] = values[count] + 1
 
         def last() -> Any:
-            totals = self._means([values[at] for at in sums])
+            totals = self._means([values[at] for at in sums[-1]])
             variables, after = self._next(
                 values, self.reducer.reduce(totals, state.variables, state.local), trainable_variables
             )
             after = [
-                keras.ops.zeros_like(value) if at == count or at in sums else value for at, value in enumerate(after)
+                keras.ops.zeros_like(value) if at == count or at in sums[-1] else value
+                for at, value in enumerate(after)
             ]
             return list(variables), after
 

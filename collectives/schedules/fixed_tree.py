@@ -87,6 +87,12 @@ def shares(count: int, ranks: int) -> list[Range]:
     return [(begin, begin + size) for begin, size in zip(partition.offsets(sizes), sizes, strict=True)]
 
 
+def carries(count: int) -> tuple[int, ...]:
+    """For each of ``count`` values that come one after the other, a power of two: how many subtrees to its left it
+    completes, of 1, 2, 4... values. It is added to these in this order, as a carry to the digits of a binary number."""
+    return tuple((~value & value + 1).bit_length() - 1 for value in range(count))
+
+
 def evaluate(
     begin: int, end: int, value: Callable[[Range], Value | None], combine: Callable[[Value, Value], Value]
 ) -> Value:

@@ -88,10 +88,7 @@ def DistributedOptimizer(
         )
     from collectives.tensorflow import keras
 
-    # Keras 2's optimizer has no ``algorithm``.
-    left_out = ("tree_of_passes", *(() if options.algorithm else ("algorithm",)))
-    keywords = {key: value for key, value in vars(options).items() if key not in left_out}
-    return keras.DistributedOptimizer(optimizer, **{**keywords, "name": name})
+    return keras.DistributedOptimizer(optimizer, **{**vars(options), "name": name})
 
 
 class _WrappedOptimizer:

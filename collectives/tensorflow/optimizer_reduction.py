@@ -12,12 +12,14 @@ by itself).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError
+from collectives.frontends.gradient_options import GradientOptions
 from collectives.tensorflow.errors import unconverted
 from collectives.tensorflow.gradients import GradientReduction, variable_key
 from collectives.tensorflow.reduction_tracking import Mark, confirm_reduced, mark, mark_tensors, reduce_remaining
@@ -43,6 +45,16 @@ def true_after(operation: Any) -> Any:
         return tf.constant(True)
 
 
+def densified(grads: Sequence[Any], options: GradientOptions) -> list[Any]:
+    """Gradients without sparse ones, which are made dense if ``sparse_as_dense``, else refused."""
+    if not options.sparse_as_dense and any(isinstance(grad, tf.IndexedSlices) for grad in grads):
+        raise InvalidArgumentError(
+            "IndexedSlices are not supported when `backward_passes_per_step` > 1 and `sparse_as_dense` is False; "
+            "pass sparse_as_dense=True [F44]"
+        )
+    return [tf.convert_to_tensor(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
+
+
 class OptimizerReduction:
     """Reduces the gradients of one optimizer, each once; with several passes per step their sums.
 
@@ -64,7 +76,7 @@ class OptimizerReduction:
         self._passes = reduction.options.backward_passes_per_step
         self.counter: Any = None
         self._accumulated = Mark()  # gradients that `apply_last_pass` has not consumed
-        self._sums: dict[int, Any] = {}
+        self._sums: dict[int, list[Any]] = {}
         self._variables: list[Any] | None = None
 
     @property
@@ -138,21 +150,22 @@ class OptimizerReduction:
 
     def _accumulate(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         options = self._reduction.options
-        dense = [self._dense(grad) for grad in grads]
+        dense = densified(grads, options)
         self._create_variables(dense, variables)
         present = [at for at, grad in enumerate(dense) if grad is not None]
-        added = [self._sums[at].assign_add(dense[at]) for at in present]
-        with tf.control_dependencies([tf.group(*added, self.counter.assign_add(1))]):
+        with after(self._add({at: dense[at] for at in present})):
+            counted = tf.group(self.counter.assign_add(1))
+        with after(counted):
             due = tf.equal(self.counter.read_value(), self._passes)
 
         def reduce() -> list[Any]:
-            sums = [None if grad is None else self._sums[at].read_value() for at, grad in enumerate(dense)]
+            sums = [None if grad is None else self._sums[at][-1].read_value() for at, grad in enumerate(dense)]
             reduced = reduce_remaining(sums, variables, self._reduction, self._local)
             results = [
                 reduced[at] / self._passes if options.average_aggregated_gradients else reduced[at] for at in present
             ]
             with tf.control_dependencies(results):
-                zeroed = [self._sums[at].assign(tf.zeros_like(dense[at])) for at in present]
+                zeroed = [self._sums[at][-1].assign(tf.zeros_like(dense[at])) for at in present]
                 reset = tf.group(*zeroed, self.counter.assign(0))
             with tf.control_dependencies([reset]):
                 return [tf.identity(result) for result in results]
@@ -168,15 +181,28 @@ class OptimizerReduction:
         mark_tensors(dense, options.process_set)
         return dense
 
-    def _dense(self, grad: Any) -> Any:
-        if not isinstance(grad, tf.IndexedSlices):
-            return grad
-        if not self._reduction.options.sparse_as_dense:
-            raise InvalidArgumentError(
-                "IndexedSlices are not supported when `backward_passes_per_step` > 1 and `sparse_as_dense` is False; "
-                "pass sparse_as_dense=True [F44]"
-            )
-        return tf.convert_to_tensor(grad)
+    def _add(self, grads: dict[int, Any]) -> Any:
+        """Add one pass's gradients to the sums; the tensor that is returned is computed afterwards.
+
+        Each addition is an ``assign_add``: in graphs TensorFlow may join sums of tensors to one of another order.
+        """
+        carries = self._reduction.options.carries
+
+        def add(carry: int) -> Any:
+            stored = []
+            for at, grad in grads.items():
+                carried = grad
+                for total in self._sums[at][:carry]:
+                    carried = total.assign_add(carried)
+                if carry < carries[-1]:
+                    carried = self._sums[at][carry].assign(carried)
+                stored.append(carried)
+            return true_after(tf.group(*stored))
+
+        if len(set(carries)) == 1:
+            return add(carries[0])
+        branches = [functools.partial(add, carry) for carry in range(carries[-1] + 1)]
+        return tf.switch_case(tf.gather(carries, self.counter.read_value()), branches)
 
     def _create_variables(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         """Create the counter and the sums that do not exist yet; every pass must come with the same variables."""
@@ -193,7 +219,8 @@ class OptimizerReduction:
             if grad is not None and at not in self._sums:
                 with tf.init_scope():
                     zeros = tf.zeros(variable.shape, grad.dtype)
-                self._sums[at] = self._variable(zeros, f"aggregation_{at}")
+                carries = self._reduction.options.carries
+                self._sums[at] = [self._variable(zeros, f"aggregation_{at}") for _ in range(carries[-1])]
 
     def _variable(self, value: Any, name: str) -> Any:
         variable = local_variable(value, name)

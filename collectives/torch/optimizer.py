@@ -121,7 +121,6 @@ def DistributedOptimizer(
         process_set=process_set,
         backward_passes_per_step=backward_passes_per_step,
         algorithm=algorithm,
-        tree_of_passes=True,
     )
     if algorithm == REPRODUCIBLE and backward_passes_per_step > 1 and gradient_as_bucket_view:
         raise InvalidArgumentError(

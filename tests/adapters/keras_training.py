@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.scenarios.local_worlds import PARTS, train_parts_with_keras
+
 KERAS_2 = "TF_USE_LEGACY_KERAS" in os.environ
 keras = importlib.import_module("tensorflow").keras if KERAS_2 else importlib.import_module("keras")
 
@@ -70,6 +72,25 @@ def values(*owners: Any) -> list[Any]:
         for variable in (owner.variables() if callable(owner.variables) else owner.variables)
     ]
     return [np.array(variable.numpy()) for variable in variables]
+
+
+def check_bits(hvd: Any, pair: Any) -> None:
+    """With "reproducible", 8 parts a step have the same weights on one rank and on two, and on one that follows two."""
+    alone = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    if pair.included():
+        half = range(pair.rank() * PARTS // 2, (pair.rank() + 1) * PARTS // 2)
+
+        def on(members: Any, state: Any, parts: range, steps: range) -> Any:
+            wrap = functools.partial(hvd.DistributedOptimizer, process_set=members)
+            return train_parts_with_keras(keras, wrap, state, parts, steps)
+
+        own = alone[hvd.rank()]
+        wanted, _ = on(own, None, range(PARTS), range(4))
+        _, begun = on(pair, None, half, range(2))
+        for found, _ in (on(pair, None, half, range(4)), on(own, begun, range(PARTS), range(2, 4))):
+            assert [each.tobytes() for each in found] == [each.tobytes() for each in wanted]
+    for each in alone:
+        hvd.remove_process_set(each)
 
 
 def close(model: Any, reference: Any) -> None:

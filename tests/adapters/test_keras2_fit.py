@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.adapters.keras_training import BATCH, X, Y, close, equal, keras, network, part, together, train
+from tests.adapters.keras_training import BATCH, X, Y, check_bits, close, equal, keras, network, part, together, train
 
 OPTIMIZERS = {
     "new sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5),
@@ -33,6 +33,10 @@ def test_fit_is_fit_with_the_global_batch(hvd: Any, kind: str) -> None:
     if kind.startswith("new"):  # before their first step the old ones have no variables to broadcast
         np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
     equal(hvd, model, optimizer)
+
+
+def test_the_same_bits_on_one_rank_and_on_two(hvd: Any, pair: Any) -> None:
+    check_bits(hvd, pair)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import collectives
-from tests.adapters.keras_training import BATCH, X, Y, close, equal, network, part, single, together, train
+from tests.adapters.keras_training import BATCH, X, Y, check_bits, close, equal, network, part, single, together, train
 
 BACKEND = keras.backend.backend()
 
@@ -24,6 +24,11 @@ def test_one_call_for_all_gradients(hvd: Any, passes: int) -> None:
     before = collectives.world().statistics.rounds
     model.fit(part(X, hvd), part(Y, hvd), batch_size=BATCH // hvd.size(), shuffle=False, verbose=0)
     assert collectives.world().statistics.rounds - before == 4 // passes
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_same_bits_on_one_rank_and_on_two(hvd: Any, pair: Any) -> None:
+    check_bits(hvd, pair)
 
 
 def test_eagerly(hvd: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from collectives.worlds.world import World
 from tests.mpi.worlds import configs, connect
 from tests.support.random.programs import SETS, draw, make_sets, run
+from tests.support.scenarios.worlds import parts_of_several_mebibytes
 
 pytestmark = pytest.mark.mpi
 RANKS = {"openmpi": (4,), "mpich": (3,)}
@@ -23,6 +24,10 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[Worlds]:
     world = connect(CONFIGS[request.param])
     yield world, make_sets(world, SETS[world.size])
     world.shutdown()
+
+
+def test_parts_have_the_same_bits_on_one_two_and_all_ranks(worlds: Worlds) -> None:
+    parts_of_several_mebibytes(worlds[0])
 
 
 @pytest.mark.parametrize("seed", range(1000, 1010))

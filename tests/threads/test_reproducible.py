@@ -13,6 +13,7 @@ import pytest
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError, MismatchError
 from collectives.base.reduce_op import Op
+from collectives.frontends.gradient_options import GradientOptions
 from collectives.schedules import fixed_tree
 from collectives.tensors import reduction
 from collectives.tensors.arena import arena
@@ -188,43 +189,11 @@ def test_no_call_may_ask_for_another_order_where_all_reductions_are_reproducible
     thread_groups.run(2, program, make_world=functools.partial(World, config=Config(reproducible=True)))
 
 
-def test_a_training_with_torch_has_the_same_weights_on_any_number_of_ranks() -> None:
-    torch = pytest.importorskip("torch")
-    import collectives
-    import collectives.torch as hvd
-
-    random = torch.Generator().manual_seed(1)
-    samples, labels = torch.randn(4, 8, 6, 20, generator=random), torch.randint(0, 5, (4, 8, 6), generator=random)
-    begin = [torch.randn(shape, generator=random) for shape in ((30, 20), (30,), (5, 30), (5,))]
-
-    def train() -> bytes:
-        passes = 8 // hvd.size()
-        model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 5))
-        with torch.no_grad():
-            for param, values in zip(model.parameters(), begin, strict=True):
-                param.copy_(values)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            model.named_parameters(),
-            backward_passes_per_step=passes,
-            algorithm="reproducible",
-        )
-        for step in range(4):
-            optimizer.zero_grad()
-            for part in range(hvd.rank() * passes, (hvd.rank() + 1) * passes):
-                loss = torch.nn.functional.cross_entropy(model(samples[step, part]), labels[step, part])
-                (loss / passes).backward()
-            optimizer.step()
-        return b"".join(param.detach().numpy().tobytes() for param in model.parameters())
-
-    weights = set()
-    for size in (1, 2, 8):
-        with collectives.local_world(size) as world:
-            weights |= set(world.run(train))
-    assert len(weights) == 1
+def test_passes_that_are_no_subtree_are_refused() -> None:
+    for passes in (1, 2, 8):
+        GradientOptions(algorithm="reproducible", backward_passes_per_step=passes)
     with pytest.raises(InvalidArgumentError, match="power of two"):
-        parameter = torch.nn.Parameter(torch.zeros(2))
-        hvd.DistributedOptimizer(torch.optim.SGD([parameter]), backward_passes_per_step=3, algorithm="reproducible")
+        GradientOptions(algorithm="reproducible", backward_passes_per_step=3)
 
 
 def test_parts_end_with_an_error_where_a_rank_has_joined_and_with_numbers_of_numpy() -> None:

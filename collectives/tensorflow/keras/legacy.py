@@ -141,6 +141,7 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    algorithm: str | None = None,
 ) -> Optimizer:
     """Wrap an optimizer of Keras 2, so that it applies the gradients of all ranks.
 

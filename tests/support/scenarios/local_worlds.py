@@ -1,4 +1,4 @@
-"""Training on the ranks of a local world, and on one rank with all data.
+"""Training on the ranks of a local world, and on one rank with all data; with "reproducible", to the bit.
 
     python -m tests.support.scenarios.local_worlds FRAMEWORK
 
@@ -7,9 +7,12 @@ Each framework has a process of its own, and as many emulated devices as ranks w
 
 from __future__ import annotations
 
+import copy
+import functools
+import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,17 @@ LABELS = _draw.integers(0, 10, 16 * RANKS)
 Train = Callable[[int, int], Any]
 """Trains as one of some ranks, and returns what is equal on all."""
 
+PARTS = 8
+"""Micro-batches of a step, whichever ranks have them: of 3 rows each."""
+PART_INPUTS = _draw.normal(size=(4, PARTS, 3, 4)).astype(np.float32)
+"""By step."""
+PART_TARGETS = PART_INPUTS.sum(-1)
+BEGIN = [_draw.normal(size=shape).astype(np.float32) for shape in ((4, 16), (16,), (16, 1), (1,))]
+"""The weights of two layers, each (inputs, outputs), and their biases."""
+Continue = Callable[[Any, Sequence[int], range], tuple[list[Any], Any]]
+"""Trains from a state, None for `BEGIN`, for some steps, with this rank's parts of each; returns the weights, and the
+state to continue from."""
+
 
 def check(train: Train, runs: int = 1) -> None:
     def of_rank() -> Any:
@@ -38,6 +52,30 @@ def check(train: Train, runs: int = 1) -> None:
             for trained in world.run(of_rank, timeout=120):
                 for own, expected in zip(trained, alone, strict=True):
                     np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
+
+
+def check_bits(train: Continue) -> None:
+    """Four steps have the same weights, to the bit, on 1, 2 and 4 ranks, and on 4 ranks that 2 follow after two."""
+
+    def on(ranks: int, state: Any, steps: range) -> tuple[Any, str]:
+        each = PARTS // ranks
+
+        def of_rank() -> tuple[list[Any], Any]:
+            collectives.init()
+            first = collectives.rank() * each
+            return train(state, range(first, first + each), steps)
+
+        with collectives.local_world(ranks) as world:
+            trained = world.run(of_rank, timeout=120)
+        digests = {hashlib.sha256(b"".join(map(np.ndarray.tobytes, weights))).hexdigest() for weights, _ in trained}
+        assert len(digests) == 1, f"ranks differ, of {ranks}"
+        return trained[0][1], digests.pop()
+
+    _, alone = on(1, None, range(4))
+    followed, _ = on(4, None, range(2))
+    found = {"2 ranks": on(2, None, range(4))[1], "4 ranks": on(4, None, range(4))[1]}
+    found["4 and then 2 ranks"] = on(2, followed, range(2, 4))[1]
+    assert set(found.values()) == {alone}, (alone, found)
 
 
 def torch() -> None:
@@ -65,13 +103,40 @@ def torch() -> None:
 
     check(train)
 
+    def train_parts(state: Any, parts: Sequence[int], steps: range) -> tuple[list[Any], Any]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if state:
+            model.load_state_dict(state[0])
+            plain.load_state_dict(copy.deepcopy(state[1]))  # torch would have the ranks share it
+        else:
+            with torch.no_grad():
+                for parameter, values in zip(model.parameters(), BEGIN, strict=True):
+                    parameter.copy_(torch.tensor(values.T))
+        optimizer = hvd.DistributedOptimizer(
+            plain, model.named_parameters(), backward_passes_per_step=len(parts), algorithm="reproducible"
+        )
+        for step in steps:
+            optimizer.zero_grad()
+            for part in parts:
+                x, y = (torch.from_numpy(each[step, part]) for each in (PART_INPUTS, PART_TARGETS))
+                (torch.nn.functional.mse_loss(model(x)[:, 0], y) / len(parts)).backward()
+            optimizer.step()
+        return [parameter.detach().numpy() for parameter in model.parameters()], (
+            model.state_dict(),
+            optimizer.state_dict(),
+        )
+
+    check_bits(train_parts)
+
 
 def jax() -> None:
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={RANKS}"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # one for each rank
     import jax
     import jax.numpy as jnp
 
     import collectives.jax as hvd
+    from collectives.jax.optimizer import GradientTransformation
 
     @jax.jit
     def shared(x: Any) -> Any:  # every rank's program is its own
@@ -98,6 +163,46 @@ def jax() -> None:
         return [np.asarray(parameters)]
 
     check(train, runs=2)  # what the first has compiled is used again
+
+    def train_parts(state: Any, parts: Sequence[int], steps: range) -> tuple[list[Any], Any]:
+        optimizer = hvd.DistributedOptimizer(
+            momentum,
+            backward_passes_per_step=len(parts),
+            average_aggregated_gradients=True,
+            algorithm="reproducible",
+        )
+
+        @jax.jit
+        def gradients_of(parameters: Any, x: Any, y: Any) -> Any:
+            return jax.grad(lambda parameters: jnp.mean((network(parameters, x) - y) ** 2))(parameters)
+
+        @jax.jit
+        def apply(gradients: Any, state: Any, parameters: Any) -> Any:
+            updates, state = optimizer.update(gradients, state, parameters)
+            return jax.tree_util.tree_map(jnp.add, parameters, updates), state
+
+        parameters, velocities = state or (list(map(jnp.asarray, BEGIN)), None)
+        state = optimizer.init(parameters)
+        if velocities:
+            state = state._replace(inner=velocities) if len(parts) > 1 else velocities
+        for step in steps:
+            for part in parts:
+                gradients = gradients_of(parameters, PART_INPUTS[step, part], PART_TARGETS[step, part])
+                parameters, state = apply(gradients, state, parameters)
+        state = getattr(state, "inner", state)
+        return list(map(np.asarray, parameters)), jax.tree_util.tree_map(np.asarray, (parameters, state))
+
+    def network(parameters: Any, x: Any) -> Any:
+        return (jnp.tanh(x @ parameters[0] + parameters[1]) @ parameters[2] + parameters[3])[:, 0]
+
+    def accelerated(gradients: Any, velocities: Any, parameters: Any = None) -> tuple[Any, Any]:
+        velocities = jax.tree_util.tree_map(lambda old, gradient: 0.9 * old + gradient, velocities, gradients)
+        return jax.tree_util.tree_map(lambda velocity: -0.1 * velocity, velocities), velocities
+
+    momentum = GradientTransformation(
+        lambda parameters: jax.tree_util.tree_map(jnp.zeros_like, parameters), accelerated
+    )
+    check_bits(train_parts)
 
 
 def tensorflow() -> None:
@@ -153,6 +258,33 @@ def tensorflow() -> None:
         np.testing.assert_allclose(tape.gradient(result, x), size**2 * (1 + size) / 2)
 
     check(train)
+
+    def train_parts(state: Any, parts: Sequence[int], steps: range) -> tuple[list[Any], Any]:
+        variables = [tf.Variable(values) for values in state or BEGIN]
+        optimizer = hvd.DistributedOptimizer(
+            tf.compat.v1.train.GradientDescentOptimizer(0.1),
+            backward_passes_per_step=len(parts),
+            average_aggregated_gradients=True,
+            algorithm="reproducible",
+        )
+
+        @tf.function
+        def train_part(x: Any, y: Any) -> None:
+            first, first_bias, second, second_bias = variables
+
+            def loss() -> Any:
+                output = tf.tanh(x @ first + first_bias) @ second + second_bias
+                return tf.reduce_mean((output[:, 0] - y) ** 2)
+
+            optimizer.minimize(loss, var_list=variables)
+
+        for step in steps:
+            for part in parts:
+                train_part(tf.constant(PART_INPUTS[step, part]), tf.constant(PART_TARGETS[step, part]))
+        weights = [variable.numpy() for variable in variables]
+        return weights, weights
+
+    check_bits(train_parts)
     with collectives.local_world(RANKS) as world:
         world.run(lambda: shared(tf.ones(2)))
     for outside in (shared, tf.function(lambda x: hvd.allreduce(x))):
@@ -217,6 +349,31 @@ def keras() -> None:
         mirrored = fit(network(), keras.optimizers.SGD(0.05, momentum=0.9))
     for own, expected in zip(train(0, 1), mirrored, strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
+    check_bits(functools.partial(train_parts_with_keras, keras, hvd.DistributedOptimizer))
+
+
+def train_parts_with_keras(
+    keras: Any, wrap: Callable[..., Any], state: Any, parts: Sequence[int], steps: range
+) -> tuple[list[Any], Any]:
+    """`Continue` by the ``fit`` of Keras 2 or 3, on any backend."""
+    layers = [keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    optimizer = wrap(
+        keras.optimizers.SGD(0.1, momentum=0.9),
+        backward_passes_per_step=len(parts),
+        average_aggregated_gradients=True,
+        algorithm="reproducible",
+    )
+    model.compile(optimizer, "mse")
+    weights, velocities = state or (BEGIN, [np.zeros_like(each) for each in BEGIN])
+    model.set_weights(weights)
+    optimizer.build(model.trainable_variables)
+    for variable, values in zip(optimizer.momentums, velocities, strict=True):
+        variable.assign(values)
+    chosen = np.ix_(steps, parts)
+    x, y = PART_INPUTS[chosen].reshape(-1, 4), PART_TARGETS[chosen].reshape(-1, 1)
+    model.fit(x, y, batch_size=3, shuffle=False, verbose=0)
+    return model.get_weights(), (model.get_weights(), [np.array(each.numpy()) for each in optimizer.momentums])
 
 
 if __name__ == "__main__":

@@ -415,6 +415,27 @@ def a_set_of_one_rank_takes_every_transport(world: World) -> None:
     world.remove_process_set([0], child)
 
 
+def parts_of_several_mebibytes(world: World) -> None:
+    """The mean of 8 parts, of an odd number of elements each, has the bits of the fixed tree on any number of ranks, by
+    every way that this world has."""
+    base = sample(np.dtype(np.float32), 1_310_721, 0)
+    parts = np.stack([np.roll(base, 12_347 * number) * np.float32(1.5) ** number for number in range(8)])
+    tree = parts
+    while len(tree) > 1:
+        tree = tree[::2] + tree[1::2]
+    for count in {1, 2, 4, world.size}:
+        if count <= world.size:
+            ranks = range(world.size)[-count:]
+            members = world.add_process_set(ranks)
+            if members is not None:
+                share = np.array_split(parts, count)[members.rank]
+                for algorithm, transport in choices(members, "allreduce"):
+                    if algorithm == "reproducible":
+                        mean = members.allreduce(share, parts=8, algorithm=algorithm, transport=transport)
+                        assert mean.tobytes() == (tree[0] / 8).tobytes(), (count, transport)
+            world.remove_process_set(ranks, members)
+
+
 def many_calls_in_a_row(world: World) -> None:
     """Slots, call numbers and tokens go round many times."""
     small, middle = np.zeros(3), np.zeros(40_000)
@@ -446,6 +467,7 @@ SCENARIOS: list[Callable[[World], None]] = [
     refusals,
     results_are_independent,
     groups_of_large_and_tiny_tensors,
+    parts_of_several_mebibytes,
     many_calls_in_a_row,
     a_set_of_one_rank_takes_every_transport,
 ]

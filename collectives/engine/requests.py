@@ -114,8 +114,9 @@ class HandleFactory:
     def _of_parts(self, keywords: Keywords, tensor: Any, average: bool | None, in_place: bool, out: Any) -> Handle:
         """An all-reduce of parts by the fixed tree over all of them, of which the tensor has this rank's share.
 
-        Subtrees are combined on the rank. Where that leaves one value on every rank, it is an all-reduce of these;
-        elsewhere all ranks gather all values, and each combines the rest of the tree.
+        Subtrees are combined on the rank. Where that leaves one value on every rank, of as many parts on each but the
+        last, the rest is the tree over the ranks: an all-reduce of these values. Elsewhere all ranks gather all values,
+        and each combines the rest of the tree.
         """
         total, view = arguments.parts(keywords, self._size, self.host.requests.reproducible), arrays.view(tensor)
         if in_place or out is not None:
@@ -160,7 +161,7 @@ class HandleFactory:
         with reduction.quiet():
             for row, (first, last) in zip(values, own[self._rank], strict=True):
                 row[...] = fixed_tree.evaluate(first, last, part, combine)
-        if all(len(nodes) == 1 for nodes in own):
+        if all(len(nodes) == 1 for nodes in own) and len({last - first for first, last in shares[:-1]}) <= 1:
             flat = values.reshape(-1)
             return Handle(entry, flat, flat, host_handles.wrap, (view, flat.reshape(shape)))
         finish, ranges = entry.finish, [node for nodes in own for node in nodes]

@@ -107,7 +107,7 @@ def share(rank: int, size: int, total: int, shape: tuple[int, ...], dtype: Any) 
 @pytest.mark.parametrize("way", ["auto", "messages", "hosts of two"])
 def test_parts_have_the_same_bits_on_any_number_of_ranks(way: str) -> None:
     options, each = WAYS[way]
-    for total, sizes in ((16, (1, 2, 3, 4, 8, 16)), (7, (3, 4))):
+    for total, sizes in ((16, (1, 2, 3, 4, 8, 16)), (7, (3, 4)), (8, (5, 7))):
         for size in sizes:
             hosts = None if each is None else [list(range(at, min(at + each, size))) for at in range(0, size, each)]
 

@@ -31,6 +31,20 @@ def test_the_same_bits_on_one_rank_and_on_two(hvd: Any, pair: Any) -> None:
     check_bits(hvd, pair)
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="only there gradients may be sparse")
+def test_sparse_gradients_of_the_tree_are_refused_or_made_dense(hvd: Any) -> None:
+    import tensorflow as tf
+
+    variable, grad = keras.Variable(np.zeros((2, 1))), tf.IndexedSlices(tf.ones([2, 1]), [1, 1], [2, 1])
+    options = {"backward_passes_per_step": 2, "algorithm": "reproducible"}
+    with pytest.raises(ValueError, match="sparse_as_dense"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options).apply([grad], [variable])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), sparse_as_dense=True, **options)
+    for _ in range(2):
+        optimizer.apply([grad], [variable])
+    np.testing.assert_array_equal(variable.numpy(), [[0.0], [-4.0]])
+
+
 def test_eagerly(hvd: Any) -> None:
     model = network()
     together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), run_eagerly=True)

@@ -55,7 +55,7 @@ def check(train: Train, runs: int = 1) -> None:
 
 
 def check_bits(train: Continue) -> None:
-    """Four steps have the same weights, to the bit, on 1, 2 and 4 ranks, and on 4 ranks that 2 follow after two."""
+    """Four steps have the same weights, to the bit, on one rank, and on 4 ranks that 2 follow after two steps."""
 
     def on(ranks: int, state: Any, steps: range) -> tuple[Any, str]:
         each = PARTS // ranks
@@ -73,9 +73,7 @@ def check_bits(train: Continue) -> None:
 
     _, alone = on(1, None, range(4))
     followed, _ = on(4, None, range(2))
-    found = {"2 ranks": on(2, None, range(4))[1], "4 ranks": on(4, None, range(4))[1]}
-    found["4 and then 2 ranks"] = on(2, followed, range(2, 4))[1]
-    assert set(found.values()) == {alone}, (alone, found)
+    assert on(2, followed, range(2, 4))[1] == alone
 
 
 def torch() -> None:

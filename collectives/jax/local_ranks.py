@@ -14,7 +14,7 @@ import jax
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.jax import compat, eager
-from collectives.worlds import local_world
+from collectives.worlds import local_world, runtime
 
 _number: Any = jax.make_user_context(0) if hasattr(jax, "make_user_context") else None
 
@@ -23,15 +23,25 @@ def number() -> int:
     """The number of the calling thread's rank, for a call; 0 without a local world.
 
     Raises:
-        InvalidArgumentError: JAX traces, and would use the program for other ranks.
+        InvalidArgumentError: JAX traces, and would use the program for other ranks, or run it beside theirs on one
+            device.
     """
     own = local_world.number_of_rank()
-    if own and compat.tracing() and (_number is None or _number.value != own):
+    if not own or not compat.tracing():
+        return own
+    if _number is None or _number.value != own:
         remedy = (
             "install a JAX that has jax.make_user_context" if _number is None else "import collectives.jax before run()"
         )
         raise InvalidArgumentError(
             f"collectives.local_world: JAX would use one program for all ranks: {remedy}, or call this outside jit [W8]"
+        )
+    size, devices = runtime.size(), jax.local_device_count()
+    if size > devices:  # XLA runs a device's programs in as many threads as there are cores
+        raise InvalidArgumentError(
+            f"collectives.local_world: expected a device of JAX for each of {size} ranks, found {devices}: programs "
+            "that share one may wait for each other for ever: set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={size} before JAX starts, or call this outside jit [W65]"
         )
     return own
 

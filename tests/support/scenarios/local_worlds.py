@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 import collectives
+from collectives import RankFailedError
 
 RANKS = 2
 STEPS = 5
@@ -161,6 +163,11 @@ def jax() -> None:
         return [np.asarray(parameters)]
 
     check(train, runs=2)  # what the first has compiled is used again
+    with (
+        collectives.local_world(5) as world,
+        pytest.raises(RankFailedError, match=r"expected a device of JAX for each of 5 ranks, found 4.*W65"),
+    ):
+        world.run(lambda: shared(jnp.ones(2)))
 
     def train_parts(state: Any, parts: Sequence[int], steps: range) -> tuple[list[Any], Any]:
         optimizer = hvd.DistributedOptimizer(

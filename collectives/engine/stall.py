@@ -9,13 +9,13 @@ Whether a rank will submit anything more depends on its other threads: `parked` 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from collectives.base.errors import CollectiveTimeoutError
+from collectives.base.frames import current_frames
 from collectives.base.logging import logger
 from collectives.engine.handles import Handle
 
@@ -36,7 +36,7 @@ class Wait(NamedTuple):
 def parked(threads: Iterable[threading.Thread]) -> set[threading.Thread]:
     """The threads among these that wait for another thread of this process without a timeout: in a join, or for an
     event, a queue or a future."""
-    frames = sys._current_frames()
+    frames = current_frames()
     parked_threads = set()
     for thread in threads:
         frame = frames.get(thread.ident or 0)

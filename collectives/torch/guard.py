@@ -19,7 +19,6 @@ collective before that.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -27,6 +26,8 @@ from types import FrameType
 from typing import Any
 
 import torch
+
+from collectives.base.frames import current_frames
 
 _GRAD: Any = torch.Tensor.grad
 grad_of: Callable[[Any], Any] = _GRAD.__get__
@@ -42,7 +43,7 @@ def in_backward_elsewhere(thread: int) -> bool:
     """Whether another thread runs a backward pass; autograd's threads for GPUs cannot be recognized."""
     if thread == threading.get_ident():
         return False
-    frame: FrameType | None = sys._current_frames().get(thread)
+    frame: FrameType | None = current_frames().get(thread)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         frame = frame.f_back
     return frame is not None

@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import sysconfig
 import threading
 import time
@@ -26,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from collectives.base import launchers
+from collectives.base.frames import current_frames
 from collectives.base.user_folder import OF_RANKS, user_folder
 from collectives.engine.handles import PACKAGE
 from collectives.transport.stores.rendezvous import NOTHING, Asked
@@ -121,7 +121,7 @@ def _tell(
     while True:
         if "job" in about:
             about["job"] = rendezvous or _job()
-        where, call = place_of(sys._current_frames().get(threading.main_thread().ident or 0))
+        where, call = place_of(current_frames().get(threading.main_thread().ident or 0))
         line = {**about, "at": where[-_MOST_TEXT:], "call": call}
         with suppress(Exception):  # what another thread is about to change or to end; the next line has it
             world, generation = present()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 from types import FrameType
 
 _pausing = threading.RLock()
+# A child that is forked meanwhile would find it held by a thread that it does not have, and its collector off.
+os.register_at_fork(before=_pausing.acquire, after_in_parent=_pausing.release, after_in_child=_pausing.release)
 
 
 def current_frames() -> dict[int, FrameType]:

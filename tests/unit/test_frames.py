@@ -1,9 +1,12 @@
 """Where the threads of a process are, while the garbage that is there may be collected at any time."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
+
+import pytest
 
 from collectives.base.frames import current_frames
 
@@ -49,6 +52,24 @@ def look_while_garbage_is_collected() -> None:
         assert not gc.isenabled(), "collected although the program has switched that off"
 
 
-def test_looking_at_frames_never_stops_the_process() -> None:
-    program = "from tests.unit import test_frames; test_frames.look_while_garbage_is_collected()"
+def look_in_forked_children() -> None:
+    """While other threads look: a child has none of them."""
+
+    def look() -> None:
+        while True:
+            current_frames()
+
+    for _ in range(3):
+        threading.Thread(target=look, daemon=True).start()
+    for _ in range(100):
+        child = os.fork()
+        if not child:
+            current_frames()
+            os._exit(not gc.isenabled())
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("look", ["look_while_garbage_is_collected", "look_in_forked_children"])
+def test_looking_at_frames_never_stops_the_process(look: str) -> None:
+    program = f"from tests.unit import test_frames; test_frames.{look}()"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)  # a process: a hang holds the GIL

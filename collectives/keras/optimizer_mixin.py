@@ -146,15 +146,18 @@ class DistributedMixin:
                 "optimizer for each list [F17]"
             )
         state.summed = [id(variable) for variable in variables]
+        if self.options.algorithm == REPRODUCIBLE:  # each pass overwrites its places in the tree
+            dense = self.reducer.densified(grads)
+            pairs = zip(dense, variables, strict=True)
+            grads = [keras.ops.zeros_like(variable) if grad is None else grad for grad, variable in pairs]
         places = {id(variable): at for at, variable in enumerate(state.variables)}
         sums = [
             [] if grad is None else [level[places[id(variable)]] for level in state.sums]
             for grad, variable in zip(grads, variables, strict=True)
         ]
-        dense = self.reducer.densified(grads) if self.options.algorithm == REPRODUCIBLE else grads
 
         def add(carry: int) -> None:
-            for levels, grad in zip(sums, dense, strict=True):
+            for levels, grad in zip(sums, grads, strict=True):
                 carried = grad
                 for total in levels[:carry]:
                     optimizer.assign_add(total, carried)

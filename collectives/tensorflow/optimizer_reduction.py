@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.frontends.gradient_options import GradientOptions
+from collectives.schedules.registry import REPRODUCIBLE
 from collectives.tensorflow.errors import unconverted
 from collectives.tensorflow.gradients import GradientReduction, variable_key
 from collectives.tensorflow.reduction_tracking import Mark, confirm_reduced, mark, mark_tensors, reduce_remaining
@@ -152,6 +153,9 @@ class OptimizerReduction:
         options = self._reduction.options
         dense = densified(grads, options)
         self._create_variables(dense, variables)
+        if options.algorithm == REPRODUCIBLE:  # each pass overwrites its places in the tree
+            for at, sums in self._sums.items():
+                dense[at] = tf.zeros_like(sums[0]) if dense[at] is None else dense[at]
         present = [at for at, grad in enumerate(dense) if grad is not None]
         with after(self._add({at: dense[at] for at in present})):
             counted = tf.group(self.counter.assign_add(1))

@@ -45,6 +45,19 @@ def test_sparse_gradients_of_the_tree_are_refused_or_made_dense(hvd: Any) -> Non
     np.testing.assert_array_equal(variable.numpy(), [[0.0], [-4.0]])
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="there all variables have gradients")
+def test_a_variable_without_a_gradient_in_a_pass(hvd: Any) -> None:
+    """With "reproducible" too, where the place of that pass in the tree has another step's gradients."""
+    for algorithm in (None, "reproducible"):
+        always, mostly = keras.Variable(0.0), keras.Variable(0.0)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=4, algorithm=algorithm)
+        for number in range(8):
+            grad = keras.ops.convert_to_tensor(10.0**number)
+            optimizer.apply([grad, None if number in (2, 4) else grad], [always, mostly])
+        values = [float(keras.ops.convert_to_numpy(each)) for each in (always, mostly)]
+        assert values == [-11_111_111.0, -11_101_011.0], algorithm
+
+
 def test_eagerly(hvd: Any) -> None:
     model = network()
     together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), run_eagerly=True)

@@ -131,6 +131,19 @@ def test_sparse_gradients(hvd: Any) -> None:
     np.testing.assert_allclose(table.numpy(), np.tile(-RATE * PASSES * counts / hvd.size(), (2, 1)).T, rtol=1e-6)
 
 
+def test_a_variable_without_a_gradient_in_a_pass(hvd: Any) -> None:
+    """With "reproducible" too, where the place of that pass in the tree has another step's gradients."""
+    for algorithm in (None, "reproducible"):
+        always, mostly = tf.Variable(0.0), tf.Variable(0.0)
+        optimizer = hvd.DistributedOptimizer(
+            v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=4, algorithm=algorithm
+        )
+        for number in range(8):
+            used = [always] if number in (2, 4) else [always, mostly]
+            optimizer.minimize(lambda used=used, number=number: 10.0**number * sum(used), var_list=[always, mostly])
+        assert (always.numpy(), mostly.numpy()) == (-11_111_111.0, -11_101_011.0), algorithm
+
+
 def test_several_lists_of_variables_are_refused(hvd: Any) -> None:
     a, b = tf.Variable(1.0), tf.Variable(1.0)
     optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2)

@@ -168,8 +168,6 @@ class ProcessGroup(Group, _ProcessGroup):  # type: ignore[misc]  # torch's class
     Args: as of `Group`. Without a store the group has no members until it is configured (`Membership`).
     """
 
-    bound_device_id = None
-
     @property
     def group_name(self) -> str:
         return self._name

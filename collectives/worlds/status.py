@@ -148,7 +148,7 @@ def _tell(
         except BlockingIOError:
             pass  # the launcher is stopped
         except OSError:
-            return
+            return _remove()
         time.sleep(_EVERY)
 
 

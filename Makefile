@@ -55,7 +55,7 @@ endef
 setup: .venv/.installed .venv-mpich/.installed  ## Create the two virtual environments
 
 test: setup lint site  ## Set up, then ruff, mypy, the documentation, and every test that this machine can run
-	@echo "running every test: about 20 minutes on 2 cores"
+	@echo "running every test: about 24 minutes on 2 cores"
 	# Two tests run at a time where each uses one core, and three where most start ranks, which wait for much of their
 	# time; those of a file mostly in one worker, which keeps their fixtures. What uses all cores, the adapters on several
 	# ranks, comes last.

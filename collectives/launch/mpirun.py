@@ -1,8 +1,10 @@
 """Ranks by an MPI launcher: find ``mpirun``, build its command line, start and end the ranks.
 
     Open MPI    mpirun -n 4 --host h1:2,h2:2 -x NAME [--allow-run-as-root] [--oversubscribe] --bind-to none PROGRAM
-    MPICH       mpirun -n 4 -hosts h1:2,h2:2 -genv NAME VALUE PROGRAM
-    Intel MPI   mpirun -n 4 -machinefile FILE -genv NAME VALUE PROGRAM
+    MPICH       mpirun -n 4 -hosts h1:2,h2:2 -genvall PROGRAM
+    Intel MPI   mpirun -n 4 -machinefile FILE -genvall PROGRAM
+
+No value of a variable is on a command line, which every user of the host can read.
 
 ``srun`` needs no such command: ``srun --mpi=pmix -n 4 python train.py`` (Open MPI), ``srun --mpi=pmi2`` (others).
 """
@@ -32,6 +34,8 @@ _AFTER_FAILURE = 6.0
 _CLOCKS_DIFFER = 1.0
 """Seconds by which a file system's clock may be behind."""
 _OURS = ("COLLECTIVES_", "HOROVOD_", "MASTER_")
+_HYDRAS_CHOICES = ("-genvall", "-genvlist", "-genvnone")
+"""Hydra's options of which it takes one: which variables ranks get."""
 _TO_OTHER_HOSTS = (*_OURS, "CUDA_", "NCCL_", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "PATH", "PYTHON", "VIRTUAL_ENV")
 
 
@@ -125,7 +129,8 @@ def build(
 
     Args:
         environment: the launcher's. Variables of collectives are passed to all ranks by every MPI; with several hosts,
-            those of Python, CUDA and NCCL as well (Hydra passes on the whole environment by itself).
+            those of Python, CUDA and NCCL as well. Hydra, of MPICH and Intel MPI, passes on all of it, unless
+            ``mpi_args`` choose.
         machinefile: path of a file with one ``host:ranks`` per line; Intel MPI needs it if hosts are given.
         root: whether the superuser starts them.
         cores: the number of this host's cores.
@@ -136,9 +141,8 @@ def build(
             options += ["-machinefile", machinefile]
         elif hosts:
             options += ["-hosts", ",".join(map(str, hosts))]
-        for name in sorted(environment):
-            if name.startswith(_OURS):
-                options += ["-genv", name, environment[name]]
+        if not any(argument in _HYDRAS_CHOICES for argument in mpi_args):
+            options += ["-genvall"]
     else:
         if root:
             options += ["--allow-run-as-root"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -20,7 +21,7 @@ import pytest
 
 from collectives.launch import shared_memory_cleanup
 from tests.support.launching.clusters import Cluster, cluster
-from tests.support.launching.mpirun import IMPLEMENTATIONS, Result, python_for, run_command
+from tests.support.launching.mpirun import IMPLEMENTATIONS, Result, command_lines, python_for, run_command
 
 pytestmark = pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
 
@@ -84,17 +85,22 @@ def test_a_failure_before_mpi_is_started_ends_the_job(mpi: str, tmp_path: Path) 
 def test_settings_reach_the_ranks_and_their_output_goes_into_files(mpi: str, tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text("params:\n  fusion_threshold_mb: 3\n  cycle_time_ms: 7\n")
     program = """
-import sys
+import os, sys
 from mpi4py import MPI
 from collectives.base.config import Config
 config = Config.from_environment()
 print(f"rank {MPI.COMM_WORLD.rank} {config.fusion_threshold >> 20} {config.cycle_time} {config.cache_capacity}")
+assert os.environ["COLLECTIVES_NOTEBOOK"] == os.environ["HOROVOD_SECRET_KEY"] != ""
 print("an error", file=sys.stderr)
 """
     folder = tmp_path / "out"
     files = ["--config-file", str(tmp_path / "settings.yaml"), "--output-filename", str(folder)]
     options = ["--verbose", *files, "--cycle-time-ms", "8"]
-    result = collectivesrun(mpi, tmp_path, program, *options, n=2, env={"HOROVOD_CACHE_CAPACITY": "9"})
+    secret = secrets.token_hex(32)
+    variables = {"HOROVOD_CACHE_CAPACITY": "9", "COLLECTIVES_NOTEBOOK": secret, "HOROVOD_SECRET_KEY": secret}
+    with command_lines() as lines:
+        result = collectivesrun(mpi, tmp_path, program, *options, n=2, env=variables)
+    assert any(b"mpirun" in line for line in lines) and not any(secret.encode() in line for line in lines)
     assert f"collectivesrun: {'Open MPI' if mpi == 'openmpi' else 'MPICH'} " in result.output, str(result)
     for rank in range(2):
         assert (folder / f"rank.{rank}" / "stdout").read_text() == f"rank {rank} 3 8.0 9\n"

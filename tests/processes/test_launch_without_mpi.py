@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -24,7 +25,7 @@ import pytest
 
 from collectives.launch import agent
 from tests.support.launching.clusters import Cluster, cluster
-from tests.support.launching.mpirun import Result, run_command
+from tests.support.launching.mpirun import Result, command_lines, run_command
 from tests.support.launching.training import train_alone
 
 LAUNCHER = [sys.executable, "-m", "collectives.launch"]
@@ -113,7 +114,12 @@ print("an error", file=sys.stderr)
     )
     options = ["--as-horovod", "--algorithm", "ring", "--output-filename", str(tmp_path / "out")]
     hostile = ["", "a b", "'\"$(touch pwned);", "é", "\n"]
-    result = run_command([*LAUNCHER, "-np", "2", *options, *program, *hostile], timeout=30, env=no_mpi)
+    secret = secrets.token_hex(32)
+    with command_lines() as lines:
+        result = run_command(
+            [*LAUNCHER, "-np", "2", *options, *program, *hostile], timeout=30, env={**no_mpi, "HOROVOD_SECRET": secret}
+        )
+    assert any(b"agent.py" in line for line in lines) and not any(secret.encode() in line for line in lines)
     for rank in range(2):
         said = f"{rank} 2 {rank} {rank} 2 ring {hostile} \n"
         assert (tmp_path / "out" / f"rank.{rank}" / "stdout").read_text() == said

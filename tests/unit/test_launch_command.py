@@ -59,13 +59,27 @@ def test_horovods_settings_reach_the_ranks_too(vendor: Vendor, hosts: tuple[Host
     built = " ".join(
         build(Launcher("mpirun", vendor, ""), 4, PROGRAM, {"HOROVOD_CYCLE_TIME": "2"}, hosts=hosts, cores=4)
     )
-    assert ("-x HOROVOD_CYCLE_TIME" if vendor is Vendor.OPEN_MPI else "-genv HOROVOD_CYCLE_TIME 2") in built
+    assert ("-x HOROVOD_CYCLE_TIME" if vendor is Vendor.OPEN_MPI else "-genvall") in built
 
 
 def test_mpich() -> None:
-    settings = ["-genv", "COLLECTIVES_ALGORITHM", "ring", "-genv", "COLLECTIVES_TIMEOUT", "60"]
-    assert command(Vendor.MPICH, root=True) == ["/opt/mpirun", "-n", "4", *settings, *PROGRAM]
-    assert command(Vendor.MPICH, hosts=HOSTS) == ["/opt/mpirun", "-n", "4", "-hosts", "h1:2,h2:2", *settings, *PROGRAM]
+    assert command(Vendor.MPICH, root=True) == ["/opt/mpirun", "-n", "4", "-genvall", *PROGRAM]
+    assert command(Vendor.MPICH, hosts=HOSTS) == ["/opt/mpirun", "-n", "4", "-hosts", "h1:2,h2:2", "-genvall", *PROGRAM]
+
+
+@pytest.mark.parametrize("choice", [["-genvnone"], ["-genvlist", "A,B"], ["-genvall"]])
+def test_who_chooses_hydras_variables_has_no_second_choice(choice: list[str]) -> None:
+    built = command(Vendor.MPICH, mpi_args=choice)
+    assert built[: -len(PROGRAM)] == ["/opt/mpirun", "-n", "4", *choice]
+
+
+@pytest.mark.parametrize("hosts", [(), HOSTS], ids=["this host", "other hosts"])
+@pytest.mark.parametrize("vendor", Vendor)
+def test_no_value_of_a_variable_is_on_a_command_line(vendor: Vendor, hosts: tuple[Host, ...]) -> None:
+    names = ("COLLECTIVES_NOTEBOOK", "COLLECTIVES_KEY", "HOROVOD_SECRET", "MASTER_ADDR", "NCCL_X", "PYTHONPATH", "HOME")
+    environment = dict.fromkeys(names, "the-secret")
+    built = build(Launcher("mpirun", vendor, ""), 4, PROGRAM, environment, hosts=hosts, machinefile="f", cores=4)
+    assert "the-secret" not in " ".join(built)
 
 
 def test_intel_mpi_takes_hosts_from_a_file() -> None:

@@ -22,9 +22,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -252,6 +253,27 @@ def run_command(
     assert not problem, f"{problem}\n{result}"
     assert expect is None or result.returncode == expect, f"expected exit code {expect}\n{result}"
     return result
+
+
+@contextlib.contextmanager
+def command_lines() -> Iterator[set[bytes]]:
+    """The command lines that any process of this host has during the body, as every user can read them."""
+    seen: set[bytes] = set()
+    ends = threading.Event()
+
+    def look() -> None:
+        while not ends.is_set():
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    seen.add(path.read_bytes())
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ends.set()
+        thread.join(20)
 
 
 def _wait_for_file(path: Path, process: subprocess.Popen[bytes], timeout: float) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from collectives.base.config import Config
@@ -19,6 +19,7 @@ from collectives.launch import agent, ssh
 from collectives.launch.agent import ALIVE_EVERY
 from collectives.launch.host_agent import HostAgent, HostRanks
 from collectives.launch.job import Ranks
+from collectives.launch.open_files import OpenFiles
 from collectives.launch.output import Output
 from collectives.launch.records import Record
 from collectives.transport.tcp import network
@@ -74,6 +75,8 @@ class Agents(Ranks):
         self.places, self.command, self.environment = places, list(command), dict(environment)
         self.remote, self._config = remote, config
         self._size = sum(len(place.ranks) for place in places)
+        self._files = OpenFiles()
+        self._files.allow(len(places), self._size)
         self._sent = self._ending = False
         self._failed_at = self._spoken = 0.0
         self._lost: list[Record] = []
@@ -85,7 +88,7 @@ class Agents(Ranks):
             self._start(one)
 
     def _start(self, one: HostAgent) -> None:
-        one.start()
+        one.start(self._files.restore)
         self.processes.append(one.process)
         self._output.attach(one.words.fileno(), name=one.place.host)
 
@@ -93,7 +96,7 @@ class Agents(Ranks):
         open_ones = [one for one in self._agents if not one.closed]
         return [one.answers.fileno() for one in open_ones], [one.orders.fileno() for one in open_ones if one.pending]
 
-    def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
+    def turn(self, readable: Collection[int], writable: Collection[int]) -> None:
         now = time.monotonic()
         self._exchange(readable, writable, now)
         if not self._sent and not self._ending and not self._lost and all(one.ready for one in self._agents):
@@ -102,7 +105,7 @@ class Agents(Ranks):
         if not self._failed_at and (self._lost or self._output.records or self._died_at() < float("inf")):
             self._failed_at = now
 
-    def _exchange(self, readable: Sequence[int], writable: Sequence[int], now: float) -> None:
+    def _exchange(self, readable: Collection[int], writable: Collection[int], now: float) -> None:
         """Read and write what can be read and written."""
         for one in self._agents:
             if not one.closed and one.answers.fileno() in readable:

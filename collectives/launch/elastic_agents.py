@@ -12,7 +12,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError
@@ -117,7 +117,7 @@ class ElasticAgents(Agents):
         sources, sinks = super().waiting()
         return [self._wake, *sources], sinks
 
-    def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
+    def turn(self, readable: Collection[int], writable: Collection[int]) -> None:
         now = time.monotonic()
         self._exchange(readable, writable, now)
         if self._wake in readable:
@@ -192,6 +192,7 @@ class ElasticAgents(Agents):
             one = HostAgent(HostRanks(remote, ()), self.environment, self.remote, with_input=start.member == 0)
             self._agents.append(one)
             self._by_host[start.host] = one
+            self._files.allow(len(self._agents), len(self._driver.members))
             self._start(one)
             one.send(self.command, self.environment, 0, self._config.peer_timeout)
         self._hosts[start.member] = start.host

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -65,11 +65,17 @@ class HostAgent:
         self._with_input = with_input and not place.host
         self._stdin: int | None = None
 
-    def start(self) -> None:
-        """Start the agent, or the command that starts it on another host."""
+    def start(self, prepare: Callable[[], object]) -> None:
+        """Start the agent, or the command that starts it on another host; ``prepare`` is called in the child."""
         self.start_by = time.monotonic() + self._remote.timeout
         if self._with_input:
             self._stdin = os.dup(0)
+        die_with_parent = agent.die_with_parent()
+
+        def in_child() -> None:
+            die_with_parent()
+            prepare()
+
         self.process = subprocess.Popen(
             self._command,
             env=dict(self._environment),
@@ -78,7 +84,7 @@ class HostAgent:
             stderr=subprocess.PIPE,
             pass_fds=() if self._stdin is None else (self._stdin,),
             start_new_session=True,
-            preexec_fn=agent.die_with_parent(),
+            preexec_fn=in_child,
         )
         assert self.process.stdin and self.process.stdout and self.process.stderr
         self.orders: IO[bytes] = self.process.stdin

@@ -7,12 +7,13 @@ rank's failure or a signal the ranks have a bounded time to end; then all descen
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 
 from collectives.launch import shared_memory_cleanup
 from collectives.launch.agent import Signals, adopt_orphans, descendants, end_descendants
@@ -55,7 +56,7 @@ class Ranks:
         """Return further file descriptors to wait for: to read from, and to write to."""
         return [], []
 
-    def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
+    def turn(self, readable: Collection[int], writable: Collection[int]) -> None:
         """Handle what can be read and written, and what was due."""
         raise NotImplementedError
 
@@ -178,13 +179,29 @@ def _turn(output: Output, signals: Signals, seconds: float, ranks: Ranks | None 
     """Wait a bounded time for signals and output; return the signals, and whether there was output to read."""
     sources, sinks = output.waiting()
     further = ranks.waiting() if ranks else ([], [])
-    sources_of_all = [signals.source, *sources, *further[0]]
-    readable, writable, _ = select.select(sources_of_all, sinks + further[1], [], seconds)
+    readable, writable = _ready([signals.source, *sources, *further[0]], sinks + further[1], seconds)
     numbers = [number for number in signals.take() if number != signal.SIGCHLD]
-    output.turn([source for source in readable if source in sources], writable)
+    of_output = readable.intersection(sources)
+    output.turn(of_output, writable)
     if ranks:
         ranks.turn(readable, writable)
-    return numbers, any(source in sources for source in readable)
+    return numbers, bool(of_output)
+
+
+def _ready(sources: Iterable[int], sinks: Iterable[int], seconds: float) -> tuple[set[int], set[int]]:
+    """Wait a bounded time; return the file descriptors that can be read from, and written to. Unlike `select.select` it
+    takes any number of them; unlike epoll, files too."""
+    poll = select.poll()
+    for source in sources:
+        poll.register(source, select.POLLIN)
+    for sink in sinks:
+        poll.register(sink, select.POLLOUT)
+    found = poll.poll(math.ceil(seconds * 1000))
+    # What has ended or failed counts as ready, for reading or writing tells how.
+    return (
+        {fd for fd, events in found if events & ~select.POLLOUT},
+        {fd for fd, events in found if events & ~select.POLLIN},
+    )
 
 
 def _sweep(ranks: Ranks, spare: set[int]) -> None:

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -187,7 +187,7 @@ class MpiRanks(Ranks):
         assert process.stdout is not None and process.stderr is not None
         output.attach(process.stdout.fileno(), process.stderr.fileno())
 
-    def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
+    def turn(self, readable: Collection[int], writable: Collection[int]) -> None:
         if self._output.records and not self._failed_at:
             self._failed_at = time.monotonic()
 

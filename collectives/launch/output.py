@@ -19,7 +19,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from collectives.launch.rank import MARK
 from collectives.launch.records import ABORT_NOTICE, Record, Records
@@ -106,7 +106,7 @@ class Output:
         self._words = [entry for entry in self._words if entry[0] != source]
         return b"\n".join(lines).decode(errors="replace").strip()
 
-    def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
+    def turn(self, readable: Collection[int], writable: Collection[int]) -> None:
         """Read and write where possible, and show what has been withheld long enough."""
         for source in readable:
             self._read(source)

@@ -232,6 +232,25 @@ if os.environ["COLLECTIVES_LOCAL_RANK"] == "0":  # each pgrep has the key on its
         assert f"[{rank}] {rank} {host} tcp://10.77.0.1 {os.getcwd()} {words} None\n" in shown
 
 
+HOST = r"""#!/bin/sh
+case " $* " in *" -G "*) echo "hostname 127.0.0.1"; exit;; esac
+printf '\020ready 23456 127.0.0.1\n'
+read -r task
+rank=${task#*'COLLECTIVES_RANK": "'}
+printf '\020ended %s 0\n\020done\n' "${rank%%'"'*}"
+"""
+"""Stands for ssh and, on the other host, an agent whose rank has ended at once."""
+
+
+def test_more_hosts_than_select_takes(tmp_path: Path) -> None:
+    """Under the limit of open files that most systems have."""
+    (tmp_path / "ssh").write_text(HOST)
+    (tmp_path / "ssh").chmod(0o755)
+    named = ",".join(f"10.0.{number // 250}.{number % 250 + 1}" for number in range(400))
+    limited = ["sh", "-c", 'ulimit -Sn 1024; exec "$@"', "sh", *LAUNCHER, "--launcher", "ssh", "-H", named, "true"]
+    run_command(limited, timeout=120, env={"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]])})
+
+
 STANDS_IN = {
     "blaunch": """[ "$1" = -no-shell ] || exit 7
 host=$2; shift 2; exec ssh -o BatchMode=yes "$host" "exec $(printf ' %q' "$@")"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -22,6 +24,28 @@ def test_signals_that_are_ignored_stay_so() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_file_descriptors_beyond_those_of_select_are_waited_for() -> None:
+    """As those of 400 hosts."""
+    source, sink = os.pipe()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2000), before[1]))
+    try:
+        far = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 1500) for fd in (source, sink)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try:
+        assert job._ready(far[:1], far[1:], 0.0) == (set(), {far[1]})
+        os.write(sink, b"x")
+        assert job._ready(far[:1], [], 30.0) == ({far[0]}, set())
+        os.close(far[1])
+        os.close(sink)
+        os.read(source, 1)
+        assert job._ready(far[:1], [], 30.0)[0] == {far[0]}  # its end
+    finally:
+        os.close(far[0])
+        os.close(source)
 
 
 def test_what_open_mpis_launcher_leaves_behind_is_removed(tmp_path: Path) -> None:

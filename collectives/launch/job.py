@@ -24,6 +24,8 @@ _LOOK = 0.1
 """Seconds between checks of withheld output; output, a process's end and signals are handled at once."""
 _AFTER_SIGNAL = 5.0
 _AFTER_END = 1.0
+_RESERVE = 16
+"""Descriptors that are kept for the end: whatever has taken all others, no process of the job may stay."""
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are the program's: batch systems send them some time before a job's time limit."""
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, *_FORWARDED)
@@ -114,10 +116,13 @@ def run(ranks: Ranks, output: Output) -> int:
     with contextlib.closing(Signals(_HANDLED)) as signals, contextlib.ExitStack() as after, contextlib.closing(ranks):
         adopt_orphans()
         after.callback(adopt_orphans, False)
+        reserve = [os.dup(signals.source) for _ in range(_RESERVE)]
         try:
             ranks.start(output)
             ended_by, when = _watch(ranks, signals, output)
         finally:
+            for descriptor in reserve:
+                os.close(descriptor)
             _sweep(ranks, spare)
             shared_memory_cleanup.sweep(began)
         _drain(output, signals)

@@ -10,14 +10,17 @@ have a browser ask under another name; and it answers nothing to who does not kn
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import random
 import secrets
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,12 @@ from collectives.base.user_folder import user_folder
 from collectives.launch.status import by_others
 
 _PATIENCE = 5.0
-"""Seconds within which a client must have asked, and read the answer."""
+"""Seconds within which a client must have asked, and again within which it must have read the answer."""
+_MOST = 16
+"""Connections at a time."""
+_MOST_ASKED = 8 << 10
+"""Bytes of a request."""
+_PAUSE = 0.1
 _PAGE = Path(__file__).with_name("status_page.html")
 Snapshot = Callable[[], dict[str, Any]]
 
@@ -109,9 +117,47 @@ def _running(server: socketserver.BaseServer) -> Iterator[None]:
         server.server_close()
 
 
-class _LocalServer(socketserver.ThreadingUnixStreamServer):
-    daemon_threads = True
+class _Bounded(socketserver.ThreadingMixIn):
+    """Holds few connections, each for a bounded time: who has no token may connect, too, and must not take the
+    descriptors with which the launcher runs the job. A further connection takes the place of one of them, at random."""
 
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *arguments: Any) -> None:
+        self._room = threading.BoundedSemaphore(_MOST)
+        self._open: set[Any] = set()
+        super().__init__(*arguments)
+
+    def get_request(self) -> Any:
+        """Accept a connection."""
+        try:
+            return super().get_request()  # type: ignore[misc]
+        except OSError:  # out of descriptors
+            time.sleep(_PAUSE)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Have a thread handle a connection."""
+        if not self._room.acquire(blocking=False):
+            with contextlib.suppress(OSError, IndexError):  # it ends just now
+                random.choice(list(self._open)).shutdown(socket.SHUT_RDWR)
+            self._room.acquire()
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        super().shutdown_request(request)  # type: ignore[misc]
+        if request in self._open:
+            self._open.discard(request)
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that hang up."""
+
+
+class _LocalServer(_Bounded, socketserver.UnixStreamServer):
     def __init__(self, path: str, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
         super().__init__(path, _LocalHandler)
@@ -126,7 +172,7 @@ class _LocalHandler(socketserver.BaseRequestHandler):
             self.request.sendall(json.dumps(self.server.snapshot()).encode())
 
 
-class _PageServer(ThreadingHTTPServer):
+class _PageServer(_Bounded, HTTPServer):
     allow_reuse_address = True
 
     def __init__(self, port: int, snapshot: Snapshot) -> None:
@@ -138,13 +184,23 @@ class _PageServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of browsers that hang up."""
-
 
 class _PageHandler(BaseHTTPRequestHandler):
     server: _PageServer
     timeout = _PATIENCE
+
+    def setup(self) -> None:
+        """Read the request, and no more: `timeout` begins anew with every byte."""
+        super().setup()
+        end, asked = time.monotonic() + _PATIENCE, b""
+        with contextlib.suppress(OSError):
+            while b"\r\n\r\n" not in asked and len(asked) < _MOST_ASKED and (left := end - time.monotonic()) > 0:
+                self.connection.settimeout(left)
+                if not (data := self.connection.recv(_MOST_ASKED)):
+                    break
+                asked += data
+        self.connection.settimeout(_PATIENCE)
+        self.rfile = io.BytesIO(asked if b"\r\n\r\n" in asked else b"")
 
     def do_GET(self) -> None:
         """Answer a browser."""

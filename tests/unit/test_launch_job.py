@@ -6,7 +6,10 @@ import contextlib
 import fcntl
 import os
 import resource
+import secrets
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from collectives.launch import job
@@ -56,3 +59,37 @@ def test_what_open_mpis_launcher_leaves_behind_is_removed(tmp_path: Path) -> Non
     ranks = MpiRanks(["sh", "-c", program], {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)})
     assert job.run(ranks, Output(2, tag=True, verbose=False)) == 137
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ompi.1", "other"]
+
+
+EXHAUSTED = """
+import contextlib, os, resource
+from collectives.launch import job
+from collectives.launch.mpirun import MpiRanks
+from collectives.launch.output import Output
+
+class Ranks(MpiRanks):
+    def turn(self, readable, writable):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                os.dup(1)
+        os.listdir("/proc")
+
+job.run(Ranks(["sh", "-c", "trap '' TERM; sleep 100 & sleep 100"], dict(os.environ)), Output(2))
+"""
+
+
+def test_without_a_free_descriptor_no_process_stays() -> None:
+    token = secrets.token_hex(16)
+    command = [sys.executable, "-c", EXHAUSTED]
+    environment = {**os.environ, "COLLECTIVES_TEST_TOKEN": token}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert ended.stderr.rstrip().endswith("Too many open files: '/proc'"), ended.stderr
+    left = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if token.encode() in path.read_bytes():
+                left.append(path.parent.name)
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert not left

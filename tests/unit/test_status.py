@@ -264,6 +264,40 @@ def test_nothing_is_served_in_a_folder_that_others_can_change(folder: Path) -> N
         status_server.jobs()
 
 
+def test_a_flood_of_connections_takes_few_descriptors(folder: Path) -> None:
+    with (
+        status_server.serve(lambda: Statuses(1).snapshot("python train.py"), 0) as address,
+        contextlib.ExitStack() as held,
+    ):
+        port = int(address.split(":")[2].split("/")[0])
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(200):
+            client = held.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+            client.sendall(b"GET / HTTP/1.1\r\nX: ")
+        with urllib.request.urlopen(f"{address}status.json", timeout=20) as answer:
+            assert json.load(answer)["job"]["command"] == "python train.py"
+        assert len(os.listdir("/proc/self/fd")) <= before + 200 + status_server._MOST + 1
+
+
+def test_who_dribbles_a_request_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_server, "_PATIENCE", 0.3)
+    with (
+        status_server.serve(dict, 0) as address,
+        socket.create_connection(("127.0.0.1", int(address.split(":")[2].split("/")[0]))) as client,
+    ):
+        client.settimeout(0.05)
+        end, said = time.monotonic() + 20, None
+        while said is None and time.monotonic() < end:
+            try:
+                client.sendall(b"G")
+                said = client.recv(1)
+            except TimeoutError:
+                continue
+            except OSError:
+                said = b""
+        assert said == b""
+
+
 def test_the_server_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = set(threading.enumerate())
     with status_server.serve(dict, 0):

@@ -123,8 +123,7 @@ class ByHand(Job):
         self.until(lambda: self.gone(victim), f"member {victim}, which was declared dead, ends")
 
     def end(self) -> None:
-        if self.plan.end != "start":
-            self.until(self._complete, "all processes are ranks")
+        self.until(self._complete, "all processes are ranks")
         self._replaces = False
         super().end()
 

@@ -20,13 +20,14 @@ ROWS = {
 """Ways to die, and how often each is drawn: SIGKILL; os._exit; an exception; exit with 0; SIGSTOP for less than the
 timeout; SIGSTOP until the rank has been declared dead; SIGSTOP until the others have noticed, but no longer."""
 ENDS = ("launcher killed", "all die", "start")
-"""Ways to end a whole job: its launcher is killed, all ranks die, or one does before it has joined the first
-generation."""
+"""Ways to end a whole job: its launcher is killed, or all ranks die. And a way to begin: one dies before it trains."""
 HOST_OFF, HOST_CUT = HOST_ENDS = ("host off", "host cut")
 """A host is switched off, or its cable pulled until its ranks have been declared dead; at the end of a job."""
 COLUMNS = ("user code", "blocking", "fused", "mapped", "persistent", "large", "commit", "forming", "transfer", "init")
 """Where a rank dies: between operations; in an operation of a kind; in a commit; while the next generation forms; while
 the state is sent to newcomers; in `collectives.init`, as a newcomer. Large operations use direct reads, or TCP."""
+BUILDING = "building"
+"""Where else a rank dies before it trains: between `collectives.init` and the training function."""
 GRADIENTS = "gradients"
 FRAMEWORK_COLUMNS = ("user code", GRADIENTS, "commit", "forming", "transfer", "init")
 """Those of a training through a framework's optimizer, which combines gradients instead."""
@@ -126,6 +127,12 @@ def draw(
     # Without a launcher a generation needs a majority of the one before it.
     largest, tcp = 4 if by_hand else random.choice((3, 4, 4)), bool(hosts) or number % 3 == 2
     return Plan(number, seed, largest, tcp, tuple(deaths), end, retry, framework, by_hand)
+
+
+def early(plan: Plan) -> Death:
+    """The death of a rank that has not begun to train."""
+    random = Random(f"early {plan.seed} {plan.number}")
+    return Death(random.choice(("kill", "_exit", "exception")), random.choice(("init", BUILDING)), 0.0, random.random())
 
 
 def _death(random: Random, cells: Sequence[tuple[str, str]]) -> Death:

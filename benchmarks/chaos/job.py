@@ -272,10 +272,11 @@ class Job:
         """Have the job end as planned, and wait for it."""
         end, last = self.plan.end, len(self.plan.deaths)
         strike = Strike(Death(end, "", 0.0, 0.0), last)
-        least = 2 if end else 1
-        if end != "start":
-            generation = self.until(lambda: self.settled(least=least, elsewhere=end in HOST_ENDS), "the ranks train")
-            strike.generation = generation["generation"]
+        least, early = 2 if end else 1, end == "start"
+        generation = self.until(
+            lambda: self.settled(1 if early else NOBODY, least=least, elsewhere=end in HOST_ENDS), "the ranks train"
+        )
+        strike.generation = generation["generation"] - early
         if end:
             self.outcome.strikes.append(strike)
         if end == "launcher killed":
@@ -295,8 +296,7 @@ class Job:
                 self._hosts.heal(host)
                 self.until(partial(self.settled, strike.victim, since=time.time()), "the others go on beside it")
                 self.until(lambda: not self.processes(strike.victim), "the ranks that were cut off have ended")
-            (self.folder / STOP).touch()
-        elif not end:
+        if end not in ("launcher killed", "all die"):
             (self.folder / STOP).touch()
         self.outcome.code = self.code()
         self.look()

@@ -78,11 +78,9 @@ def _code(outcome: Outcome) -> list[str]:
     if end == "launcher killed":
         late = outcome.seconds > LAUNCHER_WITHIN
         return [f"the last rank ended {outcome.seconds:.1f} s after its launcher"] if late else []
-    if end in ("all die", "start"):
+    if end == "all die":
         wrong = [] if code else ["exit code 0, although all ranks have died"]
-        named = "was killed by signal 9" if end == "all die" else "member 1 on"
-        if outcome.plan.by_hand:
-            named = ""  # nobody is left who could say it
+        named = "" if outcome.plan.by_hand else "was killed by signal 9"  # nobody is left who could say it
         return wrong + ([] if named in outcome.output else [f"the output does not say: {named!r}"])
     return [f"exit code {code}"] if code else []
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 import collectives as hvd
+from benchmarks.chaos.deaths import BUILDING
 from benchmarks.chaos.frameworks import FRAMEWORKS, PATTERNS, Model
 from benchmarks.chaos.training import COMMIT_EVERY, FUSED, NUMPY, SIZES, after, share, total
 from collectives import elastic
@@ -352,8 +353,9 @@ def main() -> None:
     assert job is not None
     fuse.member = job.member
     log("member", member=job.member)
-    model = None if framework == NUMPY else FRAMEWORKS[framework]()
-    state = State() if model is None else state_of(model)
+    with fuse.during(BUILDING):
+        model = None if framework == NUMPY else FRAMEWORKS[framework]()
+        state = State() if model is None else state_of(model)
     state.watch(log, fuse)
     if model is not None and job.came_late:
         model.step(state, 0.0, 0.0)  # compiles it

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.chaos.by_hand import ByHand
-from benchmarks.chaos.deaths import Death, Plan
+from benchmarks.chaos.deaths import Plan, early
 from benchmarks.chaos.hosts import Hosts
 from benchmarks.chaos.job import SMALLEST, Hang, Job, Outcome
 
@@ -38,7 +38,7 @@ def run(plan: Plan, hosts: Hosts | None = None) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="chaos-", dir=hosts.shared if hosts else None) as name:
         job = ByHand(plan, Path(name)) if plan.by_hand else Job(plan, Path(name), hosts)
         if plan.end == "start":
-            job.arm(0, Death("kill", "init", 0.0, 0.5), 1)
+            job.arm(0, early(plan), 1)
         # Alone, a survivor retries as well: it never has to wait for newcomers, and to return to a commit with them.
         with job.running(smallest=1 if plan.retry else SMALLEST):
             try:

@@ -113,6 +113,7 @@ class State:
         self._version += 1
         with runtime.world().ahead_of(_UPDATES):
             self._write_file()
+        generations.committed()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:

@@ -104,6 +104,8 @@ class Driver:
             member.lives_after = int(thing.get("generation", 0))
             return []
         member.question, member.since = question, now
+        if what == "failed":
+            member.why = str(thing.get("why") or "")
         if self.end is not None:
             if what in ("here", "ready", "ended"):
                 text = self.end.text or "the job has ended"
@@ -114,7 +116,11 @@ class Driver:
         elif what == "here":
             member.state = State.HERE
         elif what == "runs":
-            self._recovers = True
+            if not self._recovers:
+                self._recovers = True
+                self._left.clear()  # now others can take the places of those that have died before
+            member.runs = True
+            self.hosts.has_trained(member.host)
             if member.state is State.FINISHED:  # the program trains once more
                 member.state = State.IN
                 self._finishing = self._closed = any(each.state is State.FINISHED for each in self.members.values())
@@ -124,12 +130,11 @@ class Driver:
             self._ends_by = min(self._ends_by, now + self.rules.grace)
         elif what in ("ready", "ended"):
             member.state = State.READY
-            self.hosts.became_ready(member.host)
             self._event_of(member, "ready", "is ready")
         elif what == "failed" and self._recovers and member.state is State.IN:
             member.state = State.FAILED
             self.failed[number] = 1
-            self._end_generation(f"{member} failed: {thing.get('why')}", now)
+            self._end_generation(f"{member} failed: {member.why}", now)
             if self.rules.blacklist_host:
                 self._blacklist(member.host, f"member {number} has failed there", now)
         elif what == "finished":
@@ -163,7 +168,7 @@ class Driver:
                 self._bury(member, 1, "is lost with its host", now)
         if host in self.hosts.slots:
             self._blacklist(host, "it was lost", now)
-        if lost and self.generation and not self._recovers:
+        if lost and self._ends_early():
             self._finish(End(1, why))
         return self.tick(now)
 
@@ -207,7 +212,7 @@ class Driver:
 
     def _died(self, member: Member, code: int, how: str, now: float) -> None:
         """Take note of a process that has ended by itself."""
-        newcomer, host = self.generation > 0 and not member.born, member.host
+        host = member.host
         if member.state is State.FINISHED:
             if code:
                 self._event_of(member, "died", f"{how} after it had finished", code=code, why=how)
@@ -217,26 +222,25 @@ class Driver:
             self._closed = True  # a process that needs no others, as in jobs that are not elastic
         else:
             self._bury(member, code, how, now)
-            if not self._recovers:
-                if not self.failed:
-                    self.failed[member.number] = code
-                self._finish(End(code))
-            elif code == 0:
-                self._left.add(member.place)
-            elif self.rules.blacklist_host:
+            if code and self.rules.blacklist_host:
                 if member.state is not State.FAILED:
                     self._blacklist(host, f"member {member.number} has failed there", now)
-            elif newcomer and self.hosts.died_early(host):
+            elif code == 0 or not self._recovers:
+                self._left.add(member.place)
+            elif not member.runs and self.hosts.died_early(host):
                 self.hosts.close(host)
-                text = f"host {host} gets no more members: several in a row have died there before they were ready [E4]"
+                text = (
+                    f"host {host} gets no more members: several in a row have died there before their first commit; "
+                    f"the last one: {member.why or how} [E4]"
+                )
                 self._event("closed", text, host=host)
 
     def _bury(self, member: Member, code: int, how: str, now: float) -> None:
         """Take note of the end of a member that has not finished, whatever the cause."""
         self._event_of(member, "died" if code else "left", how, code=code, why=how)
+        if code and not self._finishing and (member.number in self.ranks or not self._recovers):
+            self.failed[member.number] = code
         if member.number in self.ranks:
-            if code and not self._finishing:
-                self.failed[member.number] = code
             self._end_generation(f"{member} {how}", now)
 
     def _kill(self, member: Member, why: str, now: float) -> None:
@@ -471,6 +475,11 @@ class Driver:
         self._event("gave_up", text)
         self._finish(End(self._code(1), text))
 
+    def _ends_early(self) -> bool:
+        """Whether too few are left of those that were started, and nobody has come as far as to train."""
+        living = [member for member in self.members.values() if member.state not in _ENDS]
+        return bool(self.failed) and not self._recovers and len(living) < self.rules.smallest
+
     def _look_for_end(self) -> None:
         ranks = [rank for rank in self.ranks if self._state(rank) is not State.GONE]
         if self._finishing:
@@ -478,11 +487,13 @@ class Driver:
                 self._stop(member, "the job is done")
             if not ranks:
                 self._finish(End(self._code(0)))
+        elif self._ends_early():
+            self._finish(End(self._code(1)))
         elif self.generation and not ranks:
             text = "all ranks have ended, and the state with them [E8]" if self._recovers else ""
             self._finish(End(self._code(int(self._recovers)), text))
         elif self.unused and not self.members and self._closed:
-            self._finish(End(0))
+            self._finish(End(self._code(0)))
 
     def _code(self, otherwise: int) -> int:
         """The exit code of the first member whose failure was not survived."""

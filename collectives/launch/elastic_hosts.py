@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collectives.launch.hosts import Host
 
 EARLY_DEATHS = 3
-"""Members in a row that may die on a host before they are ready; then none is started there any more."""
+"""Members in a row that may die on a host before their first commit; then none is started there any more."""
 
 
 class HostTable:
@@ -73,12 +73,12 @@ class HostTable:
         return seconds
 
     def died_early(self, host: str) -> bool:
-        """Note that a member has died before it was ready; return whether too many have, in a row."""
+        """Note that a member has died before its first commit; return whether too many have, in a row."""
         self._early_deaths[host] = self._early_deaths.get(host, 0) + 1
         return self._early_deaths[host] >= EARLY_DEATHS
 
-    def became_ready(self, host: str) -> None:
-        """Note that a member is ready."""
+    def has_trained(self, host: str) -> None:
+        """Note that a member has come as far as to train."""
         self._early_deaths.pop(host, None)
 
 

@@ -122,6 +122,8 @@ class Member:
         alone: whether it wants the next generation to have no newcomers.
         lives_after: the newest generation of whose end it has been told; it lives, and may compute.
         since: when it got into its state.
+        runs: whether it has begun to train; a newcomer, whether it has committed.
+        why: what it has said of its failure.
     """
 
     number: int
@@ -133,6 +135,8 @@ class Member:
     born: int = 0
     alone: bool = False
     lives_after: int = 0
+    runs: bool = False
+    why: str = ""
 
     def __str__(self) -> str:
         return f"member {self.number} on {self.host}"

@@ -73,6 +73,7 @@ class Job:
         generation: the number of the present one, or of the one that ended last; 0: there was none.
         members: its members, by rank. ``born``: the generation in which each of them was admitted.
         came_late: whether this member has come when a generation ran.
+        has_committed: whether it has committed since then.
         others_renewed: whether others have begun the present generation by `renew`, and this member has not.
         expected: while it waits to be admitted: the place that it will have, if nobody comes or goes before.
         on_death: called in another thread when a member of a generation has died, with the generation and a sentence.
@@ -92,7 +93,7 @@ class Job:
         self.member, self.generation = member, 0
         self.members: tuple[int, ...] = ()
         self.born: tuple[int, ...] = ()
-        self.came_late = self.others_renewed = False
+        self.came_late = self.has_committed = self.others_renewed = False
         self.expected: Place | None = None
         self._news: dict[int, int] = {}
         self._over = (0, "")

@@ -106,6 +106,14 @@ def hear_events(take: Callable[[Mapping[str, Any]], object]) -> None:
         default.job.watch()
 
 
+def committed() -> None:
+    """Tell the driver, once, that a newcomer has come as far as a commit; one that dies before counts as unfit."""
+    job = default.job
+    if job is not None and job.came_late and not job.has_committed:
+        job.has_committed = True
+        job.say("runs")
+
+
 def finished() -> None:
     """Tell the driver that the training is done."""
     if default.job is not None:

@@ -316,15 +316,63 @@ def test_a_failed_forming_is_followed_by_the_next() -> None:
     assert job.generations == [[0, 1, 2], [1, 2], [2]]
 
 
-def test_before_a_member_can_recover_a_death_ends_the_job() -> None:
-    for say in ([], ["here"]):
-        job = Play("a:2", smallest=1, largest=2)
-        for what in say:
-            job.say(what, 0, 1)
-        job.exit(4, 1)
-        assert job.driver.end is not None and job.driver.end.code == 4 and list(job.driver.failed) == [1]
-        job.exit(1, 0)
-        assert list(job.alive) == []
+@pytest.mark.parametrize("come", [False, True])
+def test_who_dies_before_training_begins_is_left_out_and_replaced_once_others_train(come: bool) -> None:
+    job = Play("a:3", smallest=1)
+    if come:
+        job.say("here", 0, 1, 2)
+    job.exit(137, 1)
+    assert job.driver.end is None and list(job.alive) == [0, 2], "a broken program is not started again and again"
+    if not come:
+        job.say("here", 0, 2)
+    job.say("runs", 0, 2)
+    assert list(job.alive) == [0, 2, 3]
+    if come:
+        job.say("ended", 0, 2)
+    assert job.ranks == [0, 2]
+    job.say("finished", 0, 2)
+    job.exit(0, 0, 2)
+    assert job.driver.end is not None and job.driver.end.code == 0
+
+
+@pytest.mark.parametrize("say", [[], ["here"]])
+def test_where_all_die_before_training_begins_the_job_ends_with_the_first_of_them(say: list[str]) -> None:
+    job = Play("a:3", smallest=1)
+    for what in say:
+        job.say(what, 0, 1, 2)
+    for code, member in ((4, 1), (1, 0), (2, 2)):
+        assert job.driver.end is None
+        job.exit(code, member)
+    assert job.driver.end is not None and job.driver.end.code == 4 and next(iter(job.driver.failed)) == 1
+    assert not job.alive
+
+
+def test_where_too_few_are_left_before_training_begins_the_job_ends() -> None:
+    job = Play("a:3", smallest=3)
+    job.say("here", 0)
+    job.exit(4, 1)
+    assert job.driver.end is not None and job.driver.end.code == 4 and list(job.driver.failed) == [1]
+
+
+def test_a_failure_counts_where_the_others_end_without_training() -> None:
+    job = Play("a:3", smallest=1)
+    job.say("here", 0, 1, 2)
+    job.exit(4, 1)
+    job.exit(0, 0, 2)
+    assert job.driver.end is not None and job.driver.end.code == 4
+
+
+def test_a_host_that_is_lost_before_training_begins_is_left_out() -> None:
+    for smallest in (1, 2):
+        job = Play("a:1 b:1", smallest=smallest)
+        job.say("here", 0, 1)
+        job.lose("b")
+        if smallest == 2:
+            assert job.driver.end is not None and job.driver.end.text == "lost b"
+            continue
+        job.say("runs", 0)
+        job.say("ended", 0)
+        assert job.driver.end is None and job.ranks == [0]
 
 
 def test_a_program_that_never_joins_is_a_job_too() -> None:
@@ -536,6 +584,37 @@ def test_after_three_early_deaths_a_host_gets_no_more_members() -> None:
     assert EARLY_DEATHS == 3
 
 
+def test_newcomers_that_cannot_take_the_state_are_not_replaced_for_ever() -> None:
+    job = Play("a:2", smallest=1)
+    job.run()
+    job.exit(9, 1)
+    job.say("ended", 0)
+    for newcomer in (2, 3, 4):
+        job.join(newcomer)
+        job.say("ended", 0)
+        assert job.ranks == [0, newcomer]
+        job.say("failed", newcomer, why="MismatchError: attribute 'w'")
+        job.exit(1, newcomer)
+        job.say("ended", 0)
+    assert list(job.alive) == [0]
+    assert "first commit; the last one: MismatchError: attribute 'w' [E4]" in job.kinds("closed")[0]
+
+
+def test_a_newcomer_that_has_committed_is_no_sign_of_an_unfit_host() -> None:
+    job = Play("a:2", smallest=1)
+    job.run()
+    job.exit(9, 1)
+    job.say("ended", 0)
+    for newcomer in range(2, 8):
+        job.join(newcomer)
+        job.say("ended", 0)
+        if newcomer % 3 == 0:
+            job.say("runs", newcomer)
+        job.exit(1, newcomer)
+        job.say("ended", 0)
+    assert not job.kinds("closed")
+
+
 def test_who_is_there_stays_after_early_deaths() -> None:
     job = Play("a:3", smallest=1)
     job.run()
@@ -569,13 +648,6 @@ def test_a_lost_host_is_blacklisted_and_the_job_goes_on_elsewhere() -> None:
     assert list(job.alive) == [2, 3]
     job.wait(1)
     assert list(job.alive) == [2, 3, 4, 5], "after two to three times the shortest time"
-
-
-def test_a_lost_host_ends_a_job_that_cannot_recover() -> None:
-    job = Play("a:1 b:1", smallest=1, largest=2)
-    job.say("here", 0, 1)
-    job.lose("b")
-    assert job.driver.end is not None and job.driver.end.code == 1 and job.driver.end.text == "lost b"
 
 
 def test_the_loss_of_all_is_a_failure() -> None:

@@ -72,6 +72,9 @@ class Members:
     def answer(self, member: int) -> Any:
         return self._server.get(f"elastic/answer/{member}/{self._questions[member]}")
 
+    def event(self, number: int) -> Any:
+        return self._server.get(f"elastic/event/{number}")
+
     def ends(self, member: int) -> None:
         """Its connection ends, on which it has beaten."""
         self.hear(f"beat/{member}")
@@ -171,8 +174,8 @@ def test_who_comes_where_the_job_is_not_any_more_is_sent_there(make: Callable[..
     assert members.welcomed("late") == {"moved": ["node2", 77]}
 
 
-def test_the_failure_of_a_first_rank_ends_the_job(make: Callable[..., Members]) -> None:
-    members = make(lambda owner: owner.begin(3))
+def test_the_failure_of_a_first_rank_ends_the_job_where_all_are_needed(make: Callable[..., Members]) -> None:
+    members = make(lambda owner: owner.begin(3), smallest=3)
     members.knock("early", None, None)
     for rank in (0, 1):
         members.knock(f"rank{rank}", rank, 3)
@@ -180,6 +183,20 @@ def test_the_failure_of_a_first_rank_ends_the_job(make: Callable[..., Members]) 
     members.ends(1)
     assert "members 1 died before" in members.answer(0)["give_up"]
     assert "refused" in members.welcomed("early")
+
+
+def test_a_first_rank_that_fails_is_left_out_and_comes_back_as_a_newcomer(make: Callable[..., Members]) -> None:
+    members = make(lambda owner: owner.begin(3))
+    for rank in (0, 1):
+        members.knock(f"rank{rank}", rank, 3)
+        members.say(rank, "here")
+    members.ends(1)
+    assert members.event(1)["event"] == "died"
+    members.knock("again", 1, 3)
+    members.knock("rank2", 2, 3)
+    members.say(2, "here")
+    assert members.answer(0)["members"] == members.answer(2)["members"] == [0, 2]
+    assert members.welcomed("again") == {"member": 3}
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,18 @@ def first_line(text: str) -> str:
 class CollectivesError(Exception):
     """Base of every error raised by collectives."""
 
+    consequence = False
+    """Whether another rank's failure is the cause, which is what users have to read."""
+
     # Not inherited implicitly: TensorFlow's AutoGraph re-raises an error as the same type, with the location added to
     # its text, only if its class has exactly this __init__. mypy would treat instances as Any.
     if not TYPE_CHECKING:
         __init__ = Exception.__init__
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether another rank's failure has caused an error."""
+    return isinstance(error, CollectivesError) and error.consequence
 
 
 class InvalidArgumentError(CollectivesError, ValueError):
@@ -82,9 +90,13 @@ class RecoverableError(OperationError):
 class RankFailedError(RecoverableError):
     """Another rank failed, left or died while this rank needed it. The world cannot be used any more."""
 
+    consequence = True
+
 
 class CollectiveTimeoutError(RecoverableError, TimeoutError):
     """A peer did not arrive within the configured time. The world cannot be used any more."""
+
+    consequence = True
 
 
 class TransportError(RecoverableError):

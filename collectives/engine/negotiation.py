@@ -124,13 +124,15 @@ def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int]
     for peer, request in by_rank.items():
         ranks_by_request.setdefault(request.describe(), []).append(peer)
     lines = [f"  rank {_ranges(ranks)}: {text}" for text, ranks in ranks_by_request.items()]
-    return MismatchError(
+    error = MismatchError(
         f"rank {rank}: the ranks disagree{subject} in {', '.join(differing) or 'their requests'}; no tensor was "
         f"touched [M3]:\n"
         + "\n".join(lines)
         + "\nEvery rank must make the same call with the same arguments."
         + ("" if all(request.name for request in by_rank.values()) else f" {_UNNAMED}")
     )
+    error.consequence = any(request.collective == "invalid" for request in by_rank.values())  # which has an own error
+    return error
 
 
 EVERY_RANK = ("add_process_set", "remove_process_set", "start_timeline", "tune", "empty_cache")

@@ -49,7 +49,7 @@ class HostAgent:
 
     def __init__(self, place: HostRanks, environment: Mapping[str, str], remote: ssh.Ssh, *, with_input: bool) -> None:
         self.place = place
-        self.ready = self.done = self.lost = self.closed = False
+        self.ready = self.done = self.lost = self.closed = self._ending = False
         self.left = set(place.ranks)
         self.ended: list[tuple[int, int]] = []
         self.died: list[Record] = []
@@ -124,6 +124,7 @@ class HostAgent:
 
     def order(self, order: str) -> None:
         """Send an order."""
+        self._ending = self._ending or order in ("end", "kill")
         if not self.closed:
             self.pending += f"{order}\n".encode()
 
@@ -162,7 +163,7 @@ class HostAgent:
             self.ended.append((rank, code))
             if code:
                 host = self.place.host or os.uname().nodename
-                self.died.append(Record(rank, code, "", time.time(), host))
+                self.died.append(Record(rank, code, "", time.time(), host, consequence=self._ending))
                 self.died_at = min(self.died_at, now)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from collectives.base.errors import CollectiveTimeoutError, RankFailedError
+from collectives.base.errors import CollectiveTimeoutError, RankFailedError, is_consequence
 from collectives.launch import records
 from collectives.launch.agent import free_port
 from collectives.launch.records import Record
@@ -187,9 +187,8 @@ def call(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping
         if runtime.is_initialized():
             runtime.world().fail(text)
         runtime.shutdown()
-        consequence = isinstance(error, (RankFailedError, CollectiveTimeoutError))
         rank = int(os.environ.get("COLLECTIVES_RANK", "0"))
-        return Outcome(None, Record(rank, 1, text, time.time(), socket.gethostname(), consequence))
+        return Outcome(None, Record(rank, 1, text, time.time(), socket.gethostname(), is_consequence(error)))
 
 
 def results(outcomes: Sequence[Outcome], what: str) -> list[Any]:

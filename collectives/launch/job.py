@@ -131,6 +131,12 @@ def run(ranks: Ranks, output: Output) -> int:
         records = told + [record for record in ranks.failures() if record.rank not in recorded or record.lost]
         first = culprit(record for record in records if not ended_by or record.time < when)
         output.end(first)
+        done = output.records.first_done
+        if first is None and done is not None and not ended_by and ranks.code:
+            output.say(
+                f"rank {done.rank} on {done.host} was the first to end, with exit code 0, and the others were ended "
+                "for that; if it ended by os._exit, let it reach the end of the program as the others do [L140]"
+            )
         while output.waiting()[1] and not _turn(output, signals, _LOOK)[0]:
             pass
         if first is not None:

@@ -12,7 +12,7 @@ the rank, one letter, the bytes with DLE and line feed escaped, and a line feed:
 
     o, e    the rank's stdout and stderr
     r       the record that ``collectives.worlds.exit_hooks`` writes when the rank fails, a line of JSON
-    x       a failure seen from outside (an exception before ``init()``, ``os._exit``, ``kill -9``), a line of JSON
+    x       how the rank has ended, seen from outside (an exception before ``init()``, ``kill -9``), a line of JSON
     s       what ``collectives.worlds.status`` says twice a second of what the rank does, lines of JSON
 
 The rank's stdout and stderr are pseudo-terminals if the launcher's own are terminals, for progress bars and colours.
@@ -49,7 +49,8 @@ _TORCHS_VARIABLES = {
 """Variables that torchrun sets and programs read, with those of `_LAUNCHERS_VARIABLES`."""
 _TORCHS_PLACE = "COLLECTIVES_TORCHS_PLACE"
 """The variable that says that torch's are set by this program; see ``collectives.base.launchers``."""
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 RECORDS = "COLLECTIVES_RECORDS"
 """The variable with the path to which the rank writes its record, as in ``collectives.worlds.exit_hooks``."""
 STATUS = "COLLECTIVES_STATUS"
@@ -128,9 +129,16 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
         sources[statuses] = b"s"
     if records.source >= 0:
         sources[records.source] = b"r"
+    ended: dict[str, float] = {}
+
+    def pass_on(number: int, frame: object) -> None:
+        if number in _ENDING:
+            ended.setdefault("ended", time.time())
+        _send_signal(child, number)
+
     for number in PASSED_ON:
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: _send_signal(child, number))
+            signal.signal(number, pass_on)
     signal.signal(signal.SIGQUIT, lambda number, frame: _kill_group(child))
     wake, waker = os.pipe()
     for end in (wake, waker):
@@ -164,10 +172,9 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
     code = os.waitstatus_to_exitcode(status)
     code = 128 - code if code < 0 else code
     _write(rank, b"r", records.left())
-    if code:
-        entry = {"rank": int(rank), "code": code, "text": "", "time": time.time(), "host": os.uname().nodename}
-        _write(rank, b"x", json.dumps(entry).encode() + b"\n")
-        _wait_until_read()
+    entry = {"rank": int(rank), "code": code, "text": "", "time": time.time(), "host": os.uname().nodename, **ended}
+    _write(rank, b"x", json.dumps(entry).encode() + b"\n")
+    _wait_until_read()
     return code
 
 

@@ -20,7 +20,8 @@ _OF_ANOTHER = re.compile(r"^\S*RankFailedError: rank \d+: rank \d+ has failed(?:
 """What precedes the traceback of another rank, which may be one of another launcher."""
 ABORT_NOTICE = re.compile(rb"^Abort\(\d+\) on node .*application called MPI_Abort.*\n?", re.MULTILINE)
 """MPICH's message, written by the rank, when it aborts the job after its failure."""
-_ENDED_BY_OTHERS = 128 + signal.SIGTERM
+_TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a rank that its batch system or an MPI has ended, past its ``rank.py``."""
 _SHOWN_LINES = 20
 _KEPT = 32 << 10
 """Bytes of each rank's stderr that are kept."""
@@ -35,6 +36,7 @@ class Record:
     Attributes:
         consequence: caused by another rank's failure.
         lost: seen by the launcher only, which has lost the host; ``text`` is the message.
+        ended: when the rank's launcher told it to end, if it did.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class Record:
     host: str
     consequence: bool = False
     lost: bool = False
+    ended: float = float("inf")
 
     def __str__(self) -> str:
         if self.lost:
@@ -58,9 +61,14 @@ class Record:
 
 
 class Records:
-    """The records of a job, as they arrive, and the end of each rank's stderr."""
+    """The records of a job, as they arrive, and the end of each rank's stderr.
+
+    Attributes:
+        first_done: of the rank that was the first to end with exit code 0.
+    """
 
     def __init__(self) -> None:
+        self.first_done: Record | None = None
         self._records: dict[tuple[int, bool], Record] = {}
         self._rests: dict[tuple[int, bool], bytes] = {}
         self._heard: dict[int, bytes] = {}
@@ -73,11 +81,13 @@ class Records:
         self._heard[rank] = (self._heard.get(rank, b"") + data)[-_KEPT:]
 
     def add(self, rank: int, data: bytes, *, inside: bool) -> Record | None:
-        """Add data of a rank's records, lines of JSON. Returns the first record of each kind, once complete."""
+        """Add data of a rank's records, lines of JSON. Returns the first failure of each kind, once complete."""
         *lines, self._rests[rank, inside] = (self._rests.get((rank, inside), b"") + data).split(b"\n")
         for line in lines:
             record = parse(line)
-            if record is not None and (rank, inside) not in self._records:
+            if record is not None and not record.code:
+                self.first_done = min(filter(None, [self.first_done, record]), key=lambda one: one.time)
+            elif record is not None and (rank, inside) not in self._records:
                 self._records[rank, inside] = record
                 return record
         return None
@@ -87,8 +97,15 @@ class Records:
         return {rank for rank, _ in self._records}
 
     def per_rank(self) -> list[Record]:
-        """Return one record per rank; its own takes precedence over that from outside."""
+        """Return one record per rank; its own takes precedence over that from outside.
+
+        What a rank came to after its launcher had told it to end is a consequence, whatever it says.
+        """
         best = {rank: record for (rank, inside), record in sorted(self._records.items(), key=lambda item: item[0][1])}
+        for rank, record in best.items():
+            outside = self._records.get((rank, False))
+            if outside is not None and outside.ended <= record.time:
+                best[rank] = replace(record, consequence=True)
         # Without a traceback in the record, the reason is on stderr.
         said = {rank: record.text if _TRACEBACK in record.text else self._said(rank) for rank, record in best.items()}
         return [replace(record, text=said[rank] or record.text) for rank, record in best.items()]
@@ -104,14 +121,17 @@ def parse(line: bytes) -> Record | None:
         now = time.time()
         if record.host == socket.gethostname() or abs(record.time - now) < _TRUSTED:
             return record
-        return replace(record, time=now)
+        return replace(record, time=now, ended=record.ended + now - record.time)
     return None
 
 
 def culprit(records: Iterable[Record]) -> Record | None:
-    """Return the first failure that is not a consequence of another one; None without records."""
+    """Return the first failure that is not a consequence of another one, or else the first of all; None without any.
+
+    So where a rank left without a word, the first that missed it counts, and not those that were ended for that.
+    """
     return min(
-        records, key=lambda record: (record.consequence, record.code == _ENDED_BY_OTHERS, record.time), default=None
+        records, key=lambda record: (record.consequence or record.code == _TERMINATED, record.time), default=None
     )
 
 

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 from collectives.base import launchers
-from collectives.base.errors import CollectiveTimeoutError, RankFailedError
+from collectives.base.errors import is_consequence
 from collectives.launch.api import CALL, FAILURE, RESULT
 from collectives.worlds import exit_hooks
 
@@ -28,8 +28,8 @@ def main(folder: Path) -> None:
     except BaseException as error:
         of_function = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, of_function))
-        consequence = isinstance(error, (RankFailedError, CollectiveTimeoutError))
-        exit_hooks.record(str(folder / FAILURE.format(rank)), rank, exit_hooks.Failure(1, text, consequence))
+        failure = exit_hooks.Failure(1, text, is_consequence(error))
+        exit_hooks.record(str(folder / FAILURE.format(rank)), rank, failure)
         raise
     # Renamed when complete, so that no reader sees a part of it.
     part = folder / f"{RESULT.format(rank)}.part"

@@ -17,7 +17,7 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import collectives
-from collectives.base.errors import CollectiveTimeoutError, RankFailedError
+from collectives.base.errors import is_consequence
 from collectives.worlds import runtime
 
 VARIABLE = "COLLECTIVES_NOTEBOOK"
@@ -92,7 +92,7 @@ class Rank:
         except BaseException as error:
             of_cell = error.__traceback__.tb_next if error.__traceback__ else None
             text = "".join(traceback.format_exception(type(error), error, of_cell))
-            consequence = isinstance(error, (RankFailedError, CollectiveTimeoutError, KeyboardInterrupt))
+            consequence = is_consequence(error) or isinstance(error, KeyboardInterrupt)
             return ("error", traceback.format_exception_only(error)[-1].strip(), text, consequence)
 
     def _fail(self, text: str) -> tuple[Any, ...]:

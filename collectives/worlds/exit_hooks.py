@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
-from collectives.base.errors import CollectiveTimeoutError, RankFailedError
+from collectives.base.errors import is_consequence
 
 RECORDS = "COLLECTIVES_RECORDS"
 """The variable by which ``collectivesrun`` names where a rank's failure record goes."""
@@ -172,7 +172,7 @@ class _Watcher:
         if self._active():
             code = 130 if issubclass(kind, KeyboardInterrupt) else 1
             text = "".join(traceback.format_exception(kind, value, trace))
-            self._fail(Failure(code, text, issubclass(kind, (RankFailedError, CollectiveTimeoutError))))
+            self._fail(Failure(code, text, is_consequence(value)))
 
     def _sys_exit(self, status: Any = None, /) -> NoReturn:
         try:

@@ -50,9 +50,10 @@ def ended(program: str, **options: Any) -> tuple[int, dict[str, str]]:
     return process.returncode, found
 
 
-def test_a_good_rank_leaves_no_record() -> None:
+def test_a_good_rank_says_no_more_than_that() -> None:
     code, found = ended("import sys; print('out'); print('err', file=sys.stderr)")
-    assert code == 0 and found == {"o": "out\n", "e": "err\n", "r": "", "x": ""}
+    entry = json.loads(found.pop("x"))
+    assert code == 0 and found == {"o": "out\n", "e": "err\n", "r": ""} and (entry["rank"], entry["code"]) == (3, 0)
 
 
 def test_what_exits_records_is_passed_on_even_from_a_process_below(tmp_path: Path) -> None:
@@ -139,6 +140,19 @@ def test_signals_reach_the_rank() -> None:
     process.send_signal(signal.SIGUSR1)
     said(process)
     assert process.returncode == 6
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_rank_that_its_launcher_ends_is_told_from_one_that_ends(catches: bool) -> None:
+    handler = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: 1 / 0)\n" * catches
+    program = f"{handler}import time\nprint('ready', flush=True)\ntime.sleep(60)"
+    process = start(program)
+    assert process.stderr is not None and process.stderr.readline() == b"\x103oready\x10n\n"
+    process.terminate()
+    entry = json.loads(said(process)["x"])
+    assert entry["code"] == (1 if catches else 143) and entry["ended"] < entry["time"]
+    own = json.loads(ended("import os\nos.kill(os.getpid(), 15)")[1]["x"])
+    assert own["code"] == 143 and "ended" not in own
 
 
 def test_a_program_that_cannot_run_is_named() -> None:

@@ -13,6 +13,7 @@ from collectives.launch import records
 from collectives.launch.records import Record, Records
 
 NOW = 1_000_000.0
+TRACE = "Traceback (most recent call last):\n  ...\nError: {}\n"
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +135,69 @@ def test_a_traceback_of_another_rank_is_not_shown_as_this_ones() -> None:
     text = f"Traceback (most recent call last):\n  here\n{said}\n"
     record = Record(0, 1, text, NOW, "pod-0", consequence=True)
     assert str(record) == f"collectivesrun: rank 0 on pod-0 failed with exit code 1 [L9]:\n{said}"
+
+
+RANK_1_LEFT = dict(text=TRACE.format("waits for rank 1, which has shut down or ended"), consequence=True)
+
+
+@pytest.mark.parametrize(
+    ("failed", "code", "said"),
+    [
+        # One rank makes a call fewer; MPI's launcher ends it, at which it may say anything, or nothing.
+        ("0", 1, [("rank", 0, 1, 1.0, RANK_1_LEFT), ("end", 1, 143, 5.0, dict(ended=5.0))]),
+        ("0", 1, [("rank", 0, 1, 1.0, RANK_1_LEFT), ("end", 1, 143, 5.0, {})]),
+        ("0", 1, [("rank", 0, 1, 1.0, RANK_1_LEFT), ("end", 1, 137, 6.0, dict(ended=5.0))]),
+        (
+            "0",
+            1,
+            [
+                ("rank", 0, 1, 1.0, RANK_1_LEFT),
+                ("rank", 1, 1, 5.1, dict(text=TRACE.format("in a handler of SIGTERM"))),
+                ("end", 1, 1, 5.2, dict(ended=5.0)),
+            ],
+        ),
+        # The ranks wait for one that does not come; both are ended.
+        (
+            "2",
+            1,
+            [
+                ("rank", 3, 1, 3.1, dict(text=TRACE.format("waited 3 s for rank 1"), consequence=True)),
+                ("rank", 2, 1, 3.0, dict(text=TRACE.format("waited 3 s for rank 1"), consequence=True)),
+                ("end", 1, 143, 5.0, dict(ended=5.0)),
+            ],
+        ),
+        # A rank dies, in any way, before or after the others have noticed.
+        ("1", 137, [("end", 1, 137, 1.0, {}), ("rank", 0, 1, 1.1, RANK_1_LEFT)]),
+        ("1", 139, [("rank", 0, 1, 1.0, RANK_1_LEFT), ("end", 1, 139, 1.1, {})]),
+        ("1", 3, [("rank", 0, 1, 1.0, RANK_1_LEFT), ("end", 1, 3, 1.1, {}), ("end", 0, 143, 5.0, dict(ended=5.0))]),
+        ("1", 143, [("end", 1, 143, 1.0, {}), ("rank", 0, 1, 1.1, RANK_1_LEFT)]),
+        ("1", 143, [("end", 1, 143, 1.0, dict(ended=0.9)), ("rank", 0, 1, 1.1, RANK_1_LEFT)]),
+        # It says why, before the launcher ends it, or fails before it could say anything.
+        ("1", 1, [("rank", 1, 1, 1.0, dict(text=TRACE.format("x"))), ("end", 1, 143, 5.0, dict(ended=5.0))]),
+        ("1", 1, [("end", 1, 1, 1.0, {}), ("end", 0, 143, 1.5, dict(ended=1.4))]),
+        ("1", 3, [("rank", 1, 3, 1.0, dict(text="sys.exit(3)\n")), ("end", 0, 143, 1.5, dict(ended=1.4))]),
+    ],
+)
+def test_the_first_ranks_own_words_count_whatever_the_launcher_does_to_the_others(
+    failed: str, code: int, said: list[tuple[Any, ...]], job: Records
+) -> None:
+    for order in (said, said[::-1]):
+        job = Records()
+        for kind, rank, exit_code, at, more in order:
+            more = {**more, **({"ended": NOW + more["ended"]} if "ended" in more else {})}
+            add(job, kind, rank, exit_code, at, **more)
+        assert (str(first(job).rank), first(job).code) == (failed, code)
+
+
+def test_when_a_rank_was_ended_goes_with_its_clock(job: Records) -> None:
+    add(job, "rank", 1, 1, 500.0, "x", host="elsewhere")
+    add(job, "end", 1, 143, 501.0, host="elsewhere", ended=NOW + 500.5)
+    add(job, "rank", 0, 1, 0.5, "y", consequence=True)
+    assert (first(job).rank, first(job).code) == (1, 1)
+
+
+def test_a_rank_that_ends_well_has_not_failed(job: Records) -> None:
+    add(job, "end", 1, 0, 2.0)
+    add(job, "end", 0, 0, 1.0)
+    assert not job and not job.ranks() and records.culprit(job.per_rank()) is None
+    assert job.first_done is not None and job.first_done.rank == 0

@@ -36,7 +36,7 @@ from collectives.torch import gradient_agreement
 from collectives.torch.buckets import GradientBucket, SparseBucket, ViewedBucket, arrange
 from collectives.torch.gradient_agreement import Tally
 from collectives.torch.gradient_slot import DENSE, GradientSlot, install_hook, may_thaw, take_over
-from collectives.torch.guard import Guard, grad_of, graph_task, in_backward_elsewhere
+from collectives.torch.guard import Guard, compiles, grad_of, graph_task, in_backward_elsewhere
 from collectives.torch.kept_gradients import KeptGradients
 from collectives.worlds.runtime import world_of
 from collectives.worlds.world import World
@@ -64,6 +64,7 @@ class BackwardReducer:
         as_views: bool = False,
     ) -> None:
         self.begun = self.combined = False
+        self._last = False  # the last backward pass has begun: complete gradients are in flight
         self._options = options
         self._passes = options.backward_passes_per_step
         self._keeps_order = options.algorithm == REPRODUCIBLE and self._passes > 1
@@ -119,7 +120,8 @@ class BackwardReducer:
     def leave_to(self, newer: Any) -> None:
         """Combine nothing but gradients in flight as long as ``newer`` exists."""
         self._newer.add(newer)
-        if not self._guard.armed:
+        if not self._last:
+            self._guard.disarm()
             self._reset()
 
     def wait_for(self, passes: int) -> None:
@@ -137,14 +139,16 @@ class BackwardReducer:
     def arrived(self, slot: GradientSlot) -> None:
         """Note that a backward pass has completed a gradient; called by its hook."""
         if self._keeps_order and slot.left > 0 and not self._newer:
+            if self.combined:
+                self._begin_again()
             slot.add_to_tree()
-        if self._guard.armed and slot.left == 1:  # the frequent case: the rest costs as much as a small gradient
+        if self._last and slot.left == 1:  # the frequent case: the rest costs as much as a small gradient
             slot.left = 0
             if not slot.deferred:
                 self._complete(slot)
             return
         if self._newer:
-            if self._guard.armed:
+            if self._last:
                 raise InvalidArgumentError(
                     f"gradient of {slot.name!r}: expected the step() of an earlier DistributedOptimizer of it before "
                     f"the next backward pass: its gradients are in flight; make a newer one after that step() [F21]"
@@ -163,13 +167,14 @@ class BackwardReducer:
             )
         alone = True
         # Losses that share no parameter have a backward pass each, so the last pass may be another parameter's.
-        if not self._guard.armed and (self._pass() >= self._passes or not slot.left):
+        if not self._last and (self._pass() >= self._passes or not slot.left):
             alone = slot.is_last_hook()  # hooks behind ours run in this pass all the same
             for other in self._slots:
                 other.put_hook_last()
-            self._thread = threading.get_ident()
             self._holds_back = holds_back(self._world)
-            self._guard.arm()
+            self._last = True
+        self._thread = threading.get_ident()
+        self._guard.arm()
         if not slot.left and alone:  # else a later hook may change the gradient: `synchronize` submits it
             self._complete(slot)
 
@@ -220,26 +225,30 @@ class BackwardReducer:
     def _begin_again(self) -> None:
         """Handle a backward pass that follows gradients that were combined and not applied.
 
-        Where they are still there, it adds this rank's gradients to the combined ones: right for means, not for sums.
+        Where they are still there, it adds this rank's gradients to the combined ones: right for means only, and not
+        by the fixed tree.
         """
         self.combined = False
         kept = {id(grad) for result in self._results if (grad := result()) is not None}
         for slot in self._slots:
             if id(grad_of(slot.param)) in kept:
+                option = "algorithm='reproducible'" if self._keeps_order else f"op={self._options.op.name}"
                 raise AssertionError(
                     f"gradient of {slot.name!r}: expected no backward pass between reading gradients or "
                     f"optimizer.synchronize(), which combine them, and optimizer.step() or zero_grad(): with "
-                    f"op={self._options.op.name} it would combine them again; read them after the last backward pass, "
+                    f"{option} it would combine them again; read them after the last backward pass, "
                     f"and raise backward_passes_per_step to accumulate locally [F23]"
                 )
 
     # ---- step
 
-    def combine_for_read(self) -> None:
-        """Combine all gradients, because the program reads one that is in flight."""
+    def combine_for_read(self, copies: bool) -> None:
+        """Combine all gradients, because the program reads one, or ``copies`` its parameter."""
         with self._synchronizing:
             if not self._guard.armed:
                 return  # another thread has combined them meanwhile
+            if not self._last and (copies or compiles()):
+                return  # they are this rank's own yet, and a further pass may follow
             if in_backward_elsewhere(self._thread):
                 raise InvalidArgumentError(
                     "parameter.grad: expected it to be read by the thread that trains, or when no backward pass is "
@@ -332,7 +341,7 @@ class BackwardReducer:
             self._reset()
             self._tally.combined += 1
         self.combined = True
-        if self._options.op in (Op.SUM, Op.PRODUCT):
+        if self._options.op is not Op.AVERAGE or self._keeps_order:
             self._results = [weakref.ref(slot.param.grad) for slot in self._slots if slot.param.grad is not None]
 
     def split(self) -> None:
@@ -346,9 +355,7 @@ class BackwardReducer:
 
     def any_in_flight(self) -> bool:
         """Whether any rank has gradients that are complete and not combined. A collective call."""
-        return bool(
-            self._world.allreduce(int(self._guard.armed), op=Op.MAX, name=f"{self._options.name}gradients in flight")
-        )
+        return bool(self._world.allreduce(int(self._last), op=Op.MAX, name=f"{self._options.name}gradients in flight"))
 
     def end_step(self) -> None:
         """Note that gradients were applied or reset."""
@@ -431,7 +438,7 @@ class BackwardReducer:
             slot.subtrees.clear()
         for bucket in self._buckets:
             bucket.pending = len(bucket.slots)
-        self.begun = False
+        self.begun = self._last = False
         self._begun_passes = 0
 
 

@@ -1,11 +1,14 @@
-"""Waiting for a gradient in flight when the program reads it.
+"""Combining gradients when the program reads one.
 
-From the backward pass to ``synchronize()`` a gradient belongs to the engine, which reads and writes its memory. What
-torch's recipes do between ``backward()`` and ``step()`` (clipping, ``GradScaler``, a logged norm) begins with
-``parameter.grad``. While gradients are in flight, the parameters are therefore of a subclass of their class, in which
-``grad`` is a property that waits for all of them first. At any other time they have their own classes and cost nothing.
+From the last backward pass to ``synchronize()`` a gradient belongs to the engine, which reads and writes its memory.
+What torch's recipes do between ``backward()`` and ``step()`` (clipping, ``GradScaler``, a logged norm) begins with
+``parameter.grad``. Until gradients are combined, the parameters are therefore of a subclass of their class, in which
+``grad`` is a property that combines all of them first. At any other time they have their own classes and cost nothing.
 
-    backward       the first gradient is complete        -> arm      the parameters change their class, 0.05 µs each
+Where several backward passes make a step, the first of them arms the guard: a program may end the step after any of
+them, as where an epoch's batches run out, and it is known to have done so only when it reads gradients.
+
+    backward       the first gradient has come           -> arm      the parameters change their class, 0.05 µs each
     p.grad         read or set by the program            -> join     all gradients are combined on this rank
     synchronize    or step(), or the join                -> disarm
 
@@ -39,6 +42,11 @@ def graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def compiles() -> bool:
+    """Whether this thread traces a function that is being compiled, which looks at gradients and uses none."""
+    return torch._guards.CompileContext.current_compile_id() is not None
+
+
 def in_backward_elsewhere(thread: int) -> bool:
     """Whether another thread runs a backward pass; autograd's threads for GPUs cannot be recognized."""
     if thread == threading.get_ident():
@@ -53,11 +61,12 @@ class Guard:
     """Guards the gradients of some parameters.
 
     Args:
-        join: a method that combines all gradients, and disarms. Its object is not kept alive.
+        join: a method that combines all gradients, and disarms. It is told whether a parameter is copied, and not its
+            gradient read. Its object is not kept alive.
         refuse: a method of the same object that raises if the gradient of a parameter was submitted.
     """
 
-    def __init__(self, join: Callable[[], object], refuse: Callable[[Any], object]) -> None:
+    def __init__(self, join: Callable[[bool], object], refuse: Callable[[Any], object]) -> None:
         self.armed = False
         self._join = weakref.WeakMethod(join)
         self._refuse = weakref.WeakMethod(refuse)
@@ -89,16 +98,18 @@ class Guard:
 
 
 def _guarded(
-    own: type, combine: weakref.WeakMethod[Callable[[], object]], refuse: weakref.WeakMethod[Callable[[Any], object]]
+    own: type,
+    combine: weakref.WeakMethod[Callable[[bool], object]],
+    refuse: weakref.WeakMethod[Callable[[Any], object]],
 ) -> type:
-    """A class of parameters whose gradients are in flight; of the same name and layout."""
+    """A class of parameters whose gradients are not combined; of the same name and layout."""
     grad: Any = own.grad  # type: ignore[attr-defined]
 
-    def join(param: Any) -> None:
+    def join(param: Any, copies: bool = False) -> None:
         combine_all = combine()
         if combine_all is not None:
-            combine_all()
-        if type(param) is guarded:  # the optimizer is gone
+            combine_all(copies)
+        else:  # the optimizer is gone
             param.__class__ = own
 
     def look(param: Any) -> None:
@@ -118,13 +129,20 @@ def _guarded(
     def delete(param: Any) -> None:
         write(param, None)
 
+    def as_own(param: Any, method: str, argument: Any) -> Any:
+        join(param, copies=True)
+        now = type(param)
+        param.__class__ = own
+        try:
+            return getattr(param, method)(argument)
+        finally:
+            param.__class__ = now
+
     def copied(param: Any, memo: Any) -> Any:
-        join(param)
-        return param.__deepcopy__(memo)
+        return as_own(param, "__deepcopy__", memo)
 
     def reduced(param: Any, protocol: Any) -> Any:
-        join(param)
-        return param.__reduce_ex__(protocol)
+        return as_own(param, "__reduce_ex__", protocol)
 
     members: dict[str, Any] = {
         "grad": property(read, write, delete),

@@ -55,8 +55,9 @@ def DistributedOptimizer(
 
     Gradients are submitted in buckets as soon as the backward pass has completed them, or after the pass where the
     ranks of one host have one core each. ``step()`` waits for all of them, and so does reading or setting
-    ``parameter.grad`` before that: code between ``backward()`` and ``step()``, such as clipping and ``GradScaler``,
-    uses the gradients of all ranks. As in Horovod, it may also wait explicitly::
+    ``parameter.grad`` before that, also where a step ends after fewer than ``backward_passes_per_step`` passes: code
+    between ``backward()`` and ``step()``, such as clipping and ``GradScaler``, uses the gradients of all ranks. As in
+    Horovod, it may also wait explicitly::
 
         loss.backward()
         optimizer.synchronize()
@@ -85,7 +86,7 @@ def DistributedOptimizer(
         process_set: the ranks that train together; the others step on their own.
         compression, ...: as for `collectives.frontends.gradient_options.GradientOptions`.
         algorithm: with "reproducible" the gradients of several passes are kept apart, and summed by the fixed tree over
-            the passes of all ranks (docs/reproducible.md); ``parameter.grad`` is None between them.
+            the passes of all ranks (docs/reproducible.md); they must not be read between the passes.
         gradient_as_bucket_view: gradients live in their buckets, all of them dense, so that nothing is copied:
             ``zero_grad()`` then leaves zeros in place of None. By default small gradients are copied to a bucket and
             back, and large ones on the CPU once, into memory that the ranks of the host map. The parameters' memory

@@ -140,8 +140,9 @@ def allreduce(
 
     Returns:
         A new tensor of the caller's type, shape and dtype. float16 and bfloat16 are combined in float32 and rounded in
-        every step. Integer averages truncate toward zero; integers wrap on overflow. For bool, Sum and Max mean "or";
-        Product, Min and Average mean "and".
+        every step; their average keeps means in every step, and not sums, so that it is finite where it fits. Integer
+        averages truncate toward zero; integers wrap on overflow. For bool, Sum and Max mean "or"; Product, Min and
+        Average mean "and".
 
     Raises:
         NotInitializedError, InvalidTypeError, InvalidArgumentError, TypeError: an argument that no rank can accept;

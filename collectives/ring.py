@@ -88,7 +88,10 @@ def broadcast(rank: int, size: int, root: int) -> Schedule:
 def _reduce_scatter(rank: int, size: int) -> tuple[Round, ...]:
     """N-1 rounds, after which rank r holds the sum of chunk r."""
     after, before = (rank + 1) % size, (rank - 1) % size
-    return tuple((send(after, (rank - k - 1) % size), reduce(before, (rank - k - 2) % size)) for k in range(size - 1))
+    return tuple(
+        (send(after, (rank - k - 1) % size), reduce(before, (rank - k - 2) % size, count=k + 1))
+        for k in range(size - 1)
+    )
 
 
 def _allgather(rank: int, size: int) -> tuple[Round, ...]:

@@ -49,8 +49,10 @@ class DevicePlans(Builder[DeviceChoice, DevicePlan]):
         between = medium_between(self._placement, Medium.MESSAGE if over_nccl else Medium.DIRECT)
         program = compile_program(schedule_of, self._rank, layout, block, between, False, False)
 
-        def combine(shapes: Sequence[tuple[int, int, int]], scaled: bool) -> Combination:
-            return self._kernels.combination(kernel, dtype, shapes, finish if scaled else None, choice.stepwise)
+        def combine(
+            shapes: Sequence[tuple[int, int, int]], scaled: bool, ranks: Sequence[Sequence[int]]
+        ) -> Combination:
+            return self._kernels.combination(kernel, dtype, shapes, finish if scaled else None, choice.stepwise, ranks)
 
         merges = algorithm.owner_pushes and choice.transport == "cuda-ipc"
         binder = LaunchBinder(program, self._rank, self._size, dtype, block, segments, combine, merges)

@@ -27,8 +27,9 @@ SPACES = 3
 
 Location = tuple[int, int]
 """An entry of the table of addresses, and an offset in bytes."""
-Combine = Callable[[Sequence[tuple[int, int, int]], bool], Combination]
-"""Creates the launch of jobs (sources, targets, elements); the second argument tells whether results are scaled."""
+Combine = Callable[[Sequence[tuple[int, int, int]], bool, Sequence[Sequence[int]]], Combination]
+"""Creates the launch of jobs (sources, targets, elements), given whether results are scaled, and, for each job, the
+number of ranks that have contributed to each source."""
 
 
 def entry_of(rank: int, space: Space) -> int:
@@ -44,6 +45,8 @@ class Job:
     targets: list[Location]
     count: int
     finish: bool = False
+    ranks: Sequence[int] = (1,)
+    """How many have contributed to each source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +245,8 @@ class LaunchBinder:
                 alike = [job for job in batch if job.finish is finish]
                 if alike:
                     shapes = [(len(job.sources), len(job.targets), job.count) for job in alike]
-                    stage.launches.append(Launch(self.combine(shapes, finish), alike))
+                    combination = self.combine(shapes, finish, [job.ranks for job in alike])
+                    stage.launches.append(Launch(combination, alike))
         stage.waits = tuple(waits.items())
         return stage
 
@@ -261,7 +265,8 @@ class LaunchBinder:
         value = self._value(action, segment, arrivals)
         if action.verb is Verb.REDUCE:
             assert action.operand is not None
-            self._append(launches, Job([self._own(action.operand, segment), value], [target], count, action.finish))
+            sources = [self._own(action.operand, segment), value]
+            self._append(launches, Job(sources, [target], count, action.finish, action.counts))
         elif value != target:
             self._append(launches, Job([value], [target], count, action.finish))
 
@@ -269,12 +274,15 @@ class LaunchBinder:
         """Combine the sources by the fixed tree, or, where they are more than a job can have, in groups one behind the
         other, of which the first has this rank's own, because the result may replace it."""
         count, target = self._count(action, segment), self._target(action, segment)
+        ranks = [value.counts[1] for value in action.values]
         if len(sources) > WAYS:
             own = next(number for number, value in enumerate(action.values) if value.peer == self.rank)
-            sources = (*sources[own:], *sources[:own])
-        self._append(launches, Job(list(sources[:WAYS]), [target], count))
+            sources, ranks = (*sources[own:], *sources[:own]), [*ranks[own:], *ranks[:own]]
+        self._append(launches, Job(list(sources[:WAYS]), [target], count, ranks=ranks[:WAYS]))
         for at in range(WAYS, len(sources), WAYS - 1):
-            self._append(launches, Job([target, *sources[at : at + WAYS - 1]], [target], count))
+            end = at + WAYS - 1
+            parts = [sum(ranks[:at]), *ranks[at:end]]
+            self._append(launches, Job([target, *sources[at:end]], [target], count, ranks=parts))
         launches[-1][-1].finish = action.finish
 
     def _value(self, action: Action, segment: int, arrivals: Mapping[int, Location]) -> Location:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.base import dtypes
 from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.launches import DevicePlan
@@ -146,10 +147,14 @@ DevicePath = SchedulePath | NcclPath | HostPath
 def allreduce_path(
     accelerator: Accelerator, choice: DeviceChoice, count: int, dtype: np.dtype[Any], op: Op
 ) -> DevicePath:
-    """The path of an all-reduce whose result is not scaled, such as that of a packed bucket."""
+    """The path of an all-reduce whose result is not scaled, such as that of a packed bucket: an average is left as a
+    sum, unless it is of halves."""
     if choice.transport == "host":
         shape: Any = TensorSpec((count,), dtype)
-        keywords = {"op": op.combining(dtype), **({"algorithm": REPRODUCIBLE} if choice.stepwise else {})}
+        keywords = {
+            "op": op if dtypes.is_half(dtype) else op.combining(dtype),
+            **({"algorithm": REPRODUCIBLE} if choice.stepwise else {}),
+        }
         request = accelerator.context.entries.reducing("allreduce", shape, None, keywords)
         return HostPath(accelerator, request)
     if choice.native:

@@ -88,7 +88,9 @@ class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
         entry.nbytes = view.nbytes
         if not adasum or self._size == 1:  # an Adasum of several ranks is scaled by the host's engine
             entry.scale = kernels.prescale(dtype, options.prescale_factor)
-            entry.divide = kernels.finish(op, dtype, self._size, options.postscale_factor)
+            # An average that travels as halves is complete when it arrives, but for its factor.
+            travels = op if not (op.divides(wire) and dtypes.is_half(wire)) else Op.SUM
+            entry.divide = kernels.finish(travels, dtype, self._size, options.postscale_factor)
         if collective == "allreduce" and not adasum:
             entry.packs = entry.scale is not None or wire != dtype
             if entry.moves:

@@ -163,11 +163,34 @@ struct And {
     static INLINE bool combine(bool a, bool b) { return a & b; }
 };
 
+// The mean of two means, each of so many values; as `collectives.tensors.halves.averaging`, with the heavier one first.
+struct Mean {
+    static INLINE float combine(float a, float b, int left, int right) {
+        const float first = left < right ? b : a, second = left < right ? a : b;
+        const float larger = float(left < right ? right : left), all = float(left + right);
+        return fmaf((all - larger) / all, second, product(larger / all, first));
+    }
+};
+
 // Rounds every intermediate result to the dtype.
 template <class Dtype, class Operation>
 struct Stepwise {
     typedef typename Dtype::Wide Wide;
     static INLINE Wide combine(Wide a, Wide b) { return Dtype::widen(Dtype::narrow(Operation::combine(a, b))); }
+};
+
+// An operation on two values, each of which has the contributions of so many ranks.
+template <class Operation>
+struct Joined {
+    template <class T> static INLINE T combine(T a, T b, int, int) { return Operation::combine(a, b); }
+};
+template <>
+struct Joined<Mean> : Mean {};
+template <class Dtype>
+struct Joined<Stepwise<Dtype, Mean>> {
+    static INLINE float combine(float a, float b, int left, int right) {
+        return Dtype::widen(Dtype::narrow(Mean::combine(a, b, left, right)));
+    }
 };
 
 // ---- scalings: applied in the type of the computation ---------------------------------------------------------------
@@ -238,13 +261,14 @@ struct Shape {
     Int64 counts[JOBS];
     int sources[JOBS];
     int targets[JOBS];
+    int ranks[JOBS][WAYS];  // how many ranks have contributed to each source
 };
 
 // Combine groups of N items: the first ``before`` groups lie at the beginning, the others after a gap of ``gap`` items.
 // All threads of the grid's row share the groups. LIMIT is at least the number of sources. All loads of an iteration
 // are issued before the first is used, and before anything is written, because a target may be a source.
 template <class Dtype, class Operation, class Scale, int LIMIT, int N>
-INLINE void sweep(const Int64 *at, int sources, int targets, Int64 groups, Int64 before, Int64 gap,
+INLINE void sweep(const Int64 *at, const int *ranks, int sources, int targets, Int64 groups, Int64 before, Int64 gap,
                   const Scaling &scaling) {
     typedef typename Dtype::Item Item;
     const int UNROLL = LIMIT < 4 ? (sizeof(Item) == 1 ? 2 : 4) / LIMIT : 1;  // with more, registers are spilled
@@ -267,14 +291,18 @@ INLINE void sweep(const Int64 *at, int sources, int targets, Int64 groups, Int64
 #pragma unroll
             for (int n = 0; n < N; ++n) {  // the fixed tree: neighbours, then neighbouring pairs, then fours
                 typename Dtype::Wide values[LIMIT];
+                int in[LIMIT];
 #pragma unroll
                 for (int s = 0; s < LIMIT; ++s)
-                    if (s < sources) values[s] = Dtype::widen(loaded[u][s].items[n]);
+                    if (s < sources) values[s] = Dtype::widen(loaded[u][s].items[n]), in[s] = ranks[s];
 #pragma unroll
                 for (int step = 1; step < LIMIT; step *= 2)
 #pragma unroll
                     for (int s = 0; s + step < LIMIT; s += 2 * step)
-                        if (s + step < sources) values[s] = Operation::combine(values[s], values[s + step]);
+                        if (s + step < sources) {
+                            values[s] = Joined<Operation>::combine(values[s], values[s + step], in[s], in[s + step]);
+                            in[s] += in[s + step];
+                        }
                 loaded[u][0].items[n] = Dtype::narrow(Scale::apply(values[0], scaling));
             }
         }
@@ -290,7 +318,8 @@ INLINE void sweep(const Int64 *at, int sources, int targets, Int64 groups, Int64
 // handled one by one. Single-byte items of more than two sources use 8-byte words, because 16 items of each source,
 // widened, would not fit the registers.
 template <class Dtype, class Operation, class Scale, int LIMIT>
-INLINE void combine_job(const Int64 *at, int sources, int targets, Int64 count, const Scaling &scaling) {
+INLINE void combine_job(const Int64 *at, const int *ranks, int sources, int targets, Int64 count,
+                        const Scaling &scaling) {
     const int SIZE = sizeof(typename Dtype::Item), N = SIZE == 1 && LIMIT > 2 ? 8 : 16 / SIZE;
     Int64 differences = 0;
 #pragma unroll
@@ -303,26 +332,28 @@ INLINE void combine_job(const Int64 *at, int sources, int targets, Int64 count, 
         head = to_word / SIZE;
         words = (count - head) / N;
     }
-    if (N > 1) sweep<Dtype, Operation, Scale, LIMIT, N>(at, sources, targets, words, 0, head, scaling);
-    sweep<Dtype, Operation, Scale, LIMIT, 1>(at, sources, targets, count - words * N, head, words * N, scaling);
+    if (N > 1) sweep<Dtype, Operation, Scale, LIMIT, N>(at, ranks, sources, targets, words, 0, head, scaling);
+    sweep<Dtype, Operation, Scale, LIMIT, 1>(at, ranks, sources, targets, count - words * N, head, words * N, scaling);
 }
 
 template <class Dtype, class Operation, class Scale>
 INLINE void combine(const Int64 *at, const Shape &shape, const Scaling &scaling) {
     const int sources = shape.sources[blockIdx.y], targets = shape.targets[blockIdx.y];
     const Int64 count = shape.counts[blockIdx.y];
+    const int *ranks = shape.ranks[blockIdx.y];
     if (sources <= 2)
-        combine_job<Dtype, Operation, Scale, 2>(at, sources, targets, count, scaling);
+        combine_job<Dtype, Operation, Scale, 2>(at, ranks, sources, targets, count, scaling);
     else if (sources <= 4)
-        combine_job<Dtype, Operation, Scale, 4>(at, sources, targets, count, scaling);
+        combine_job<Dtype, Operation, Scale, 4>(at, ranks, sources, targets, count, scaling);
     else
-        combine_job<Dtype, Operation, Scale, 8>(at, sources, targets, count, scaling);
+        combine_job<Dtype, Operation, Scale, 8>(at, ranks, sources, targets, count, scaling);
 }
 
 // `combine` where every job has one source.
 template <class Dtype, class Scale>
 INLINE void copy(const Int64 *at, const Shape &shape, const Scaling &scaling) {
-    combine_job<Dtype, First, Scale, 1>(at, 1, shape.targets[blockIdx.y], shape.counts[blockIdx.y], scaling);
+    const int job = blockIdx.y;
+    combine_job<Dtype, First, Scale, 1>(at, shape.ranks[job], 1, shape.targets[job], shape.counts[job], scaling);
 }
 
 // ---- pack and unpack ------------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ A job is ``target[i] = scaled(source_0[i] op source_1[i] op ...)``, with up to e
 may be other GPUs' memory. A job of one source copies and scales. One launch does up to eight jobs.
 
 Sources are combined by the fixed tree (`schedules.fixed_tree`). Results are those of `collectives.tensors.reduction`,
-with one difference: halves are summed in float32 over all sources, scaled there, and rounded once, unless ``stepwise``
-asks for the host's way.
+with one difference: halves are combined in float32 over all sources, scaled there, and rounded once, unless
+``stepwise`` asks for the host's way. As there, an average of halves is the mean of its sources, each weighted by the
+number of ranks that have contributed to it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Scaling(NamedTuple):
 
 def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling | None:
     """`reduction.finish` on a device: the scaling of a block that ``size`` ranks have fully reduced, or None."""
-    if not op.divides(dtype) or size == 1:
+    if not op.divides(dtype) or dtypes.is_half(dtype) or size == 1:
         return prescale(dtype, postscale)
     if postscale != 1.0:
         return prescale(dtype, float(postscale) / size)
@@ -119,15 +120,17 @@ class Kernels:
         shape: Sequence[tuple[int, int, int]],
         scaling: Scaling | None = None,
         stepwise: bool = False,
+        ranks: Sequence[Sequence[int]] = (),
     ) -> Combination:
         """Jobs that are launched together, any number of times.
 
         Args:
-            op: combines two sources (an average is a sum here, which ``scaling`` completes); None: every job has one
-                source.
+            op: combines two sources (an average is a sum here, which ``scaling`` completes, unless it is of halves);
+                None: every job has one source.
             shape: the numbers of sources (1 to 8), targets (1 to 8) and elements of each job.
             scaling: of every result, from `finish` or `prescale`; None: unscaled.
             stepwise: halves are rounded after every combination, as on the host.
+            ranks: for each job, the number of ranks that have contributed to each source; empty: one.
 
         Raises:
             InvalidArgumentError: a job has another shape.
@@ -143,7 +146,8 @@ class Kernels:
                 )
         kernel, width = _choose(op, dtype, all(sources == 1 for sources, _, _ in shape), scaling, stepwise)
         wide = [(sources, targets, count * width) for sources, targets, count in shape]
-        return Combination(self.device, self.function(kernel), wide, dtype.itemsize // width, scaling)
+        ranks = ranks or [(1,) * sources for sources, _, _ in shape]
+        return Combination(self.device, self.function(kernel), wide, dtype.itemsize // width, scaling, ranks)
 
 
 class Combination:
@@ -164,6 +168,7 @@ class Combination:
         shape: Sequence[tuple[int, int, int]],
         itemsize: int,
         scaling: Scaling | None,
+        ranks: Sequence[Sequence[int]],
     ) -> None:
         self._device, self._function = device, function
         self._table = np.zeros((-(-len(shape) // JOBS) * JOBS, 2 * WAYS), np.int64)
@@ -172,7 +177,7 @@ class Combination:
         self._kept: list[Array] = []  # arrays of which the launches have only the addresses
         self._launches: list[tuple[tuple[int, int], int]] = []
         for start in range(0, len(shape), JOBS):
-            self._add_launch(start, shape[start : start + JOBS], itemsize)
+            self._add_launch(start, shape[start : start + JOBS], itemsize, ranks[start : start + JOBS])
         self.launches = len(self._launches)
 
     def launch(self, stream: int) -> None:
@@ -186,7 +191,9 @@ class Combination:
         self.pointers[0, 0], self.pointers[0, WAYS] = source, target
         self.launch(stream)
 
-    def _add_launch(self, start: int, jobs: Sequence[tuple[int, int, int]], itemsize: int) -> None:
+    def _add_launch(
+        self, start: int, jobs: Sequence[tuple[int, int, int]], itemsize: int, ranks: Sequence[Sequence[int]]
+    ) -> None:
         longest = max(count for _, _, count in jobs)
         if longest == 0:
             return
@@ -195,6 +202,7 @@ class Combination:
             shape["counts"][0, number] = count
             shape["sources"][0, number] = sources
             shape["targets"][0, number] = targets
+            shape["ranks"][0, number, :sources] = ranks[number]
         # Addresses of the kernel's three arguments.
         parameters = np.array([self._table[start:].ctypes.data, shape.ctypes.data, self._scaling.ctypes.data], np.int64)
         # One thread for every 16-byte word, but no more blocks than the device holds at once.
@@ -205,7 +213,14 @@ class Combination:
         self._launches.append((grid, parameters.ctypes.data))
 
 
-_SHAPE = np.dtype([("counts", np.int64, JOBS), ("sources", np.int32, JOBS), ("targets", np.int32, JOBS)])
+_SHAPE = np.dtype(
+    [
+        ("counts", np.int64, JOBS),
+        ("sources", np.int32, JOBS),
+        ("targets", np.int32, JOBS),
+        ("ranks", np.int32, (JOBS, WAYS)),
+    ]
+)
 """The structure ``Shape`` of `kernel_templates`."""
 
 
@@ -223,5 +238,7 @@ def _choose(op: Op | None, dtype: _Dtype, copies: bool, scaling: Scaling | None,
         name, width = elements(dtype)
     combining = op.combining(dtype)
     operation = _OF_BOOLS[combining] if dtypes.is_bool(dtype) else combining.value.capitalize()
+    if op.divides(dtype) and dtypes.is_half(dtype):
+        operation = "Mean"
     rounds = stepwise and dtypes.is_half(dtype)
     return kernel_sources.combine(operation, name, scaling_name(scaling), rounds), width

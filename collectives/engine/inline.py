@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from collectives.schedules import fixed_tree
-from collectives.tensors.reduction import Kernel, Scaling
+from collectives.tensors.reduction import Kernel, Scaling, combine, merging
 from collectives.transport.base import Array
 
 WORD_BYTES = 8
@@ -26,9 +26,9 @@ class Inline:
         self._peers = range(size)
         self._dtype = dtype
         self._nbytes = nbytes = count * dtype.itemsize
-        self._kernel, self._finish = kernel, finish
+        self._finish = finish
         self._spares = list(np.empty((fixed_tree.intermediates(size), count), dtype))
-        self._merges = fixed_tree.merges(size)
+        self._steps = merging(kernel, [1] * size)
         self._padded: Array | None = None
         if nbytes % WORD_BYTES:
             self._padded = np.zeros(-(-nbytes // WORD_BYTES) * WORD_BYTES, np.uint8)
@@ -50,11 +50,6 @@ class Inline:
         for peer in self._peers:
             block = np.frombuffer(words_of(peer), np.uint8)  # type: ignore[call-overload]
             operands.append(block[:nbytes].view(dtype))
-        kernel, count = self._kernel, len(operands)
-        operands += self._spares
-        *inner, last = self._merges
-        for left, right, depth, _ in inner:
-            kernel(operands[left], operands[right], operands[count + depth])
-        kernel(operands[last.left], operands[last.right], out)
+        combine(self._steps, operands, self._spares, out)
         if self._finish is not None:
             self._finish(out, out)

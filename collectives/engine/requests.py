@@ -115,8 +115,8 @@ class HandleFactory:
         """An all-reduce of parts by the fixed tree over all of them, of which the tensor has this rank's share.
 
         Subtrees are combined on the rank. Where that leaves one value on every rank, of as many parts on each but the
-        last, the rest is the tree over the ranks: an all-reduce of these values. Elsewhere all ranks gather all values,
-        and each combines the rest of the tree.
+        last (in an average of halves on that, too, because means are weighted), the rest is the tree over the ranks: an
+        all-reduce of these values. Elsewhere all ranks gather all values, and each combines the rest of the tree.
         """
         total, view = arguments.parts(keywords, self._size, self.host.requests.reproducible), arrays.view(tensor)
         if in_place or out is not None:
@@ -146,22 +146,25 @@ class HandleFactory:
         own = [fixed_tree.nodes(first, last, total) for first, last in shares]
         values = np.empty((len(own[self._rank]), parts.shape[1]), dtype)
 
-        def combine(a: Any, b: Any) -> Any:
-            kernel(a, b, a)
-            return a
+        def combine(left: tuple[Any, int], right: tuple[Any, int]) -> tuple[Any, int]:
+            """Combine two values, each with the number of parts in it."""
+            (a, one), (b, other) = left, right
+            reduction.weighted(kernel, one, other)(a, b, a)
+            return a, one + other
 
-        def part(leaf: fixed_tree.Range) -> Any:
+        def part(leaf: fixed_tree.Range) -> tuple[Any, int] | None:
             if leaf[1] - leaf[0] > 1:
                 return None
             value = parts[leaf[0] - begin].copy()
             if prescale is not None:
                 prescale(value, value)
-            return value
+            return value, 1
 
         with reduction.quiet():
             for row, (first, last) in zip(values, own[self._rank], strict=True):
-                row[...] = fixed_tree.evaluate(first, last, part, combine)
-        if all(len(nodes) == 1 for nodes in own) and len({last - first for first, last in shares[:-1]}) <= 1:
+                row[...], _ = fixed_tree.evaluate(first, last, part, combine)
+        alike = shares if reduction.weighs(kernel) else shares[:-1]
+        if all(len(nodes) == 1 for nodes in own) and len({last - first for first, last in alike}) <= 1:
             flat = values.reshape(-1)
             return Handle(entry, flat, flat, host_handles.wrap, (view, flat.reshape(shape)))
         finish, ranges = entry.finish, [node for nodes in own for node in nodes]
@@ -172,9 +175,10 @@ class HandleFactory:
                     f"parts={total}: expected {len(ranges)} values from all ranks, got {sum(counts)}: a rank "
                     "has joined, and has no parts; give each rank its share [A77]"
                 )
-            found = dict(zip(ranges, arrays.view(gathered).array.reshape(len(ranges), -1), strict=True))
+            rows = arrays.view(gathered).array.reshape(len(ranges), -1)
+            found = {node: (row, node[1] - node[0]) for node, row in zip(ranges, rows, strict=True)}
             with reduction.quiet():
-                whole = fixed_tree.evaluate(0, total, found.get, combine)
+                whole, _ = fixed_tree.evaluate(0, total, found.get, combine)
                 if finish is not None:
                     finish(whole, whole)
             return view.wrap(whole.copy().reshape(shape))

@@ -20,6 +20,7 @@ from collectives.plan.one_reduction import Combination, combination
 from collectives.plan.plan import BoundRound
 from collectives.plan.program import Action, Medium, Program, RoundProgram, Space, Verb
 from collectives.schedules import fixed_tree
+from collectives.tensors.reduction import merging, weighted
 from collectives.transport.base import Array
 from collectives.transport.group import Group
 
@@ -140,9 +141,9 @@ class Binder:
 
     def _merge(self, action: Action, buffers: Mapping[int, int]) -> Do:
         """Combine values by the fixed tree, each when it is there."""
-        values, kernel, finish = action.values, self.kernel, self.finish if action.finish else None
-        assert kernel is not None
-        combine, length = kernel, self._blocks.length(action.size)
+        values, finish = action.values, self.finish if action.finish else None
+        assert self.kernel is not None
+        length = self._blocks.length(action.size)
         target, also = self._merged(action)
 
         def operand(number: int, spare: int) -> tuple[Do, BlockOf]:
@@ -155,23 +156,23 @@ class Binder:
 
         own = next(number for number, value in enumerate(values) if value.peer == self.group.rank)
         steps = [
-            (*operand(left, depth), *operand(right, spare), self._blocks.in_scratch(1 + depth))
-            for left, right, depth, spare in fixed_tree.merges(len(values), own)
+            (*operand(left, depth), *operand(right, spare), self._blocks.in_scratch(1 + depth), kernel)
+            for (left, right, depth, spare), kernel in merging(self.kernel, [value.counts[1] for value in values], own)
         ]
-        *inner, (wait_left, left, wait_right, right, _) = steps
+        *inner, (wait_left, left, wait_right, right, _, combine_last) = steps
 
         def merge(segment: int) -> None:
             n = length(segment)
             if n <= 0:
                 return
-            for wait_one, one, wait_other, other, into in inner:
+            for wait_one, one, wait_other, other, into, combine in inner:
                 wait_one(segment)
                 wait_other(segment)
                 combine(one(segment, n), other(segment, n), into(segment, n))
             wait_left(segment)
             wait_right(segment)
             out = target(segment, n)
-            combine(left(segment, n), right(segment, n), out)
+            combine_last(left(segment, n), right(segment, n), out)
             if finish is not None:
                 finish(out, out)
             if also is not None:
@@ -195,7 +196,7 @@ class Binder:
     def _shortcut(self, action: Action, wait: Do) -> Do | None:
         """The closure of `fast_paths` for an action, if there is one."""
         state, source, operand, target = self.state, action.source, action.operand, action.target
-        kernel, finish = self.kernel, self.finish if action.finish else None
+        kernel, finish = self._kernel_of(action), self.finish if action.finish else None
         if source is None or target is None:
             return None
         if action.returned and self.segments == 1:
@@ -227,13 +228,18 @@ class Binder:
         if action.verb is Verb.TAKE:
             own = self._blocks.in_slots(self.group.rank, source, action.size)
             return fast_paths.take_from_window(self.state, own, target, action.size, wait, False)
-        assert operand is not None and also is not None and self.kernel is not None
+        kernel = self._kernel_of(action)
+        assert operand is not None and also is not None and kernel is not None
         in_slots = self._blocks.in_slots(action.peer, source, action.size)
         staged = self.staged and action.after == 0
         finish = self.finish if action.finish else None
         return fast_paths.reduce_in_window(
-            self.state, in_slots, operand, also, action.size, wait, staged, self.kernel, finish
+            self.state, in_slots, operand, also, action.size, wait, staged, kernel, finish
         )
+
+    def _kernel_of(self, action: Action) -> Kernel | None:
+        """What combines the own value with the peer's in a REDUCE."""
+        return None if self.kernel is None else weighted(self.kernel, *action.counts)
 
     def _copy_own(self, action: Action) -> Do:
         assert action.source is not None and action.target is not None
@@ -265,8 +271,9 @@ class Binder:
         return copy_own
 
     def _reduce(self, action: Action, value: BlockOf, wait: Do) -> Do:
-        assert action.operand is not None and action.target is not None and self.kernel is not None
-        length, kernel, finish = self._blocks.length(action.size), self.kernel, self.finish if action.finish else None
+        kernel = self._kernel_of(action)
+        assert action.operand is not None and action.target is not None and kernel is not None
+        length, finish = self._blocks.length(action.size), self.finish if action.finish else None
         operand, also = self._blocks.own(action.operand), self._second(action)
         target = value if action.returned else self._blocks.own(action.target)
 
@@ -286,7 +293,7 @@ class Binder:
 
     def _reduce_message(self, action: Action, value: BlockOf) -> Do:
         """Reduce a message part by part, while the next parts arrive."""
-        messages, kernel = self.group.messages, self.kernel
+        messages, kernel = self.group.messages, self._kernel_of(action)
         assert action.operand is not None and action.target is not None and kernel is not None and messages is not None
         length, finish = self._blocks.length(action.size), self.finish if action.finish else None
         operand, target, also = self._blocks.own(action.operand), self._blocks.own(action.target), self._second(action)

@@ -146,7 +146,7 @@ class _Lowering:
         if first is last:
             return first
         rank = self._own_versions.rank
-        own = Action(Verb.TAKE, Medium.WINDOW, rank, first.size, first.operand)
+        own = Action(Verb.TAKE, Medium.WINDOW, rank, first.size, first.operand, counts=first.counts[::-1])
         return replace(
             last,
             verb=Verb.MERGE,
@@ -198,6 +198,7 @@ class _Lowering:
             own.finishes(step, self._versions_of),
             medium is Medium.MESSAGE and chunk in leaving,
             returned,
+            counts=(step.own_count, step.count),
         )
         return [action]
 

@@ -14,7 +14,7 @@ import numpy as np
 from collectives.fusion import Pieces
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
 from collectives.plan.mapped_loops import meet, spare_blocks
-from collectives.tensors.reduction import combine
+from collectives.tensors.reduction import combine, merging
 from collectives.transport.base import Array, MemoryTransport
 
 
@@ -58,6 +58,7 @@ class MappedBucket:
     """As of `MappedReduction`."""
 
     def __post_init__(self) -> None:
+        self._steps = merging(self.kernel, [1] * (1 + len(self.peers)), self.own)
         pieces, start, end = self.pieces, self.start, self.start + self.size
         self._cuts = [
             (number, slice(at, min(at + self.block, until)))
@@ -76,7 +77,7 @@ class MappedBucket:
         Raises:
             RankFailedError, CollectiveTimeoutError, TransportError: as the transport; arrays are undefined then.
         """
-        kernel, finish, sources, outs = self.kernel, self.finish, self.pieces.sources, self.pieces.outs
+        finish, sources, outs = self.finish, self.pieces.sources, self.pieces.outs
         spares, below = spare_blocks(self.scratch, self.block, 1 + len(peers)), len(peers) - self.own
         for number, cut in self._cuts:
             source, out = sources[number], outs[number]
@@ -87,7 +88,7 @@ class MappedBucket:
                 values.append(self._fetch(peer, number, cut, result) if tensor is None else tensor[cut])
             own = result if source is out else source[cut]
             values = [*values[below:], own, *values[:below]]
-            combine(kernel, values, [spare[: result.size] for spare in spares], result, self.own)
+            combine(self._steps, values, [spare[: result.size] for spare in spares], result)
             if finish is not None:
                 finish(result, result)
             for peer in peers:

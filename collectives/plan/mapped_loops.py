@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale, await_all
 from collectives.plan.program import Action, Program, Space, Verb
 from collectives.schedules.fixed_tree import intermediates
-from collectives.tensors.reduction import combine
+from collectives.tensors.reduction import combine, merging
 from collectives.transport.base import Array
 from collectives.transport.host.board import Board
 
@@ -64,6 +64,7 @@ class MappedReduction:
     """One array, with room for the intermediate results of a block behind a first block; replaced when it grows."""
 
     def __post_init__(self) -> None:
+        self._steps = merging(self.kernel, [1] * (1 + len(self.peers)), self.own)
         cuts = [(at, min(at + self.block, self.size)) for at in range(0, self.size, self.block)]
         self._cuts = [
             (slice(self.start + at, self.start + until), slice(self.out_start + at, self.out_start + until))
@@ -80,7 +81,7 @@ class MappedReduction:
         return blocks
 
     def run(self, source: Array, out: Array, blocks: Any) -> None:
-        kernel, finish, own = self.kernel, self.finish, self.own
+        finish, steps, kernel = self.finish, self._steps, self._steps[-1][1]
         in_place, pair = source is out, len(self.peers) == 1
         spares = spare_blocks(self.scratch, self.block, 1 + len(self.peers))
         for cut, at, before, after, targets in blocks:
@@ -90,7 +91,7 @@ class MappedReduction:
                 kernel(value, (before or after)[0], result)
             else:
                 values = (*before, value, *after)
-                combine(kernel, values, [spare[: result.size] for spare in spares], result, own)
+                combine(steps, values, [spare[: result.size] for spare in spares], result)
             if finish is not None:
                 finish(result, result)
             for target in targets:

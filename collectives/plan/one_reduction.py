@@ -12,6 +12,7 @@ from collectives.plan.blocks import BlockLookup
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale, await_all
 from collectives.plan.program import Medium, Place, Program, Space, Verb
 from collectives.schedules import fixed_tree
+from collectives.tensors.reduction import merging
 from collectives.transport.base import SLOTS, Array
 from collectives.transport.host.board import Board
 
@@ -81,13 +82,16 @@ class OneReduction:
         self._enter_and_look = enter_and_look
         self._advance = board.advance
         own, blocks, kernel, finish = combination
-        *inner, last = fixed_tree.merges(len(blocks))
+        *inner, (last, kernel) = merging(kernel, [1] * len(blocks))
         spares = np.empty((fixed_tree.intermediates(len(blocks)), own[0].size), own[0].dtype)
         slots = [(*values, *spares) for values in zip(*blocks, strict=True)]
         first, self._own = [operands[last.left] for operands in slots], own
         self._second = [operands[last.right] for operands in slots]
         self._inner = [
-            [(operands[left], operands[right], operands[len(blocks) + depth]) for left, right, depth, _ in inner]
+            [
+                (_quiet(combine, quietly), operands[left], operands[right], operands[len(blocks) + depth])
+                for (left, right, depth, _), combine in inner
+            ]
             for operands in slots
         ]
         """In each slot: what is combined before the last two operands are there."""
@@ -96,8 +100,8 @@ class OneReduction:
         single = own[0].size == 1
         self._first = first if single or inner else None
         self._between = np.empty_like(own[0]) if single and finish is not None else None
-        self._kernel = kernel if quietly is None else functools.partial(quietly, kernel)
-        self._finish = finish if finish is None or quietly is None else functools.partial(quietly, finish)
+        self._kernel = _quiet(kernel, quietly)
+        self._finish = None if finish is None else _quiet(finish, quietly)
 
     def attempt(self, signature: int, source: Array, out: Array) -> bool | None:
         """Stage the input, enter the round with ``signature``, and, if every rank has entered it with the same, reduce.
@@ -116,8 +120,8 @@ class OneReduction:
             state.input, state.output = source, out
             return same
         into = out if self._between is None else self._between
-        for left, right, between in self._inner[slot]:
-            self._kernel(left, right, between)
+        for combine, left, right, between in self._inner[slot]:
+            combine(left, right, between)
         self._kernel(source if self._first is None else self._first[slot], self._second[slot], into)
         if self._finish is not None:
             self._finish(into, out)
@@ -127,3 +131,7 @@ class OneReduction:
         self._advance(base)
         state.slot = (slot + 1) % SLOTS
         return True
+
+
+def _quiet(function: Callable[..., Any], quietly: Quietly | None) -> Callable[..., Any]:
+    return function if quietly is None else functools.partial(quietly, function)

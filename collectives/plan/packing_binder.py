@@ -110,7 +110,7 @@ class PackingBinder(Binder):
             outputs: the first element of the result in the outputs, or None.
         """
         pieces, length, block, scratch = self._pieces, self._blocks.length(action.size), self.block, self.scratch
-        operand, kernel, finish = action.operand, self.kernel, self.finish if action.finish else None
+        operand, kernel, finish = action.operand, self._kernel_of(action), self.finish if action.finish else None
         assert operand is not None and kernel is not None
         own = self._blocks.own(operand) if operand.space is Space.WINDOW else None
         start, from_inputs = operand.offset, operand.space is Space.INPUT

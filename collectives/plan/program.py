@@ -91,6 +91,9 @@ class Action:
     window."""
     values: tuple[Action, ...] = ()
     """MERGE: how each value is had, in the order of ranks, this rank's among them: as for a REDUCE with it."""
+    counts: tuple[int, int] = (1, 1)
+    """The number of ranks whose contributions are in the own value, and in the peer's: REDUCE, and each value of a
+    MERGE."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ class ChunkValue:
     """The version that a send passes on, or that a receive replaces or combines."""
     written: int
     """The round that wrote the chunk's version at the start of the round; -1 for version 0."""
+    own_count: int
+    """The number of contributions in that version."""
+    count: int
+    """The number of contributions in what a REDUCE receives."""
 
 
 class Versions:
@@ -80,6 +84,7 @@ class Versions:
 
     def _trace(self, schedule: Schedule, medium_of: Callable[[int, int], Medium]) -> None:
         written: dict[int, int] = {}
+        contributions: dict[int, int] = {}
         version = self._last
         for number, steps in enumerate(schedule.rounds):
             start, start_written = dict(version), dict(written)
@@ -91,13 +96,25 @@ class Versions:
                     index = counts.get((step.peer, sends), 0)
                     counts[step.peer, sends] = index + 1
                     now = (start if sends else version).get(chunk, 0)
-                    value = ChunkValue(step.kind, step.peer, chunk, step.push, index, now, start_written.get(chunk, -1))
+                    own = contributions.get(chunk, 1)
+                    value = ChunkValue(
+                        step.kind,
+                        step.peer,
+                        chunk,
+                        step.push,
+                        index,
+                        now,
+                        start_written.get(chunk, -1),
+                        own,
+                        step.count,
+                    )
                     values.append(value)
                     self._met[number, step.peer, index, sends] = value
                     if sends and medium_of(self.rank, step.peer) is not Medium.MESSAGE:
                         self._read.add((chunk, now))
                     if step.kind in (StepKind.RECEIVE, StepKind.REDUCE):
                         version[chunk], written[chunk] = now + 1, number
+                        contributions[chunk] = step.count + (own if step.kind is StepKind.REDUCE else 0)
             self.rounds.append(values)
             for value in values:
                 if value.kind is StepKind.SEND:

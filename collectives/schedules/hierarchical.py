@@ -24,7 +24,7 @@ from dataclasses import replace
 from collectives import ring
 from collectives.schedules import direct, fixed_tree
 from collectives.schedules.algorithm import Algorithm, Hosts, Tuned, always
-from collectives.schedules.schedule import Round, Schedule, Step, copy, receive, reduce, send
+from collectives.schedules.schedule import Round, Schedule, Step, StepKind, copy, receive, reduce, send
 
 
 def allreduce(rank: int, hosts: Sequence[Sequence[int]]) -> Schedule:
@@ -61,7 +61,8 @@ def _by_slices(
     width = len(hosts)  # chunks of a slice
     number = hosts[host].index(rank)
     within = _among(hosts[host], direct.allreduce(number, len(hosts[host])), 0, width)
-    across = _among([ranks[number] for ranks in hosts], exchange(host, len(hosts)), number * width, 1)
+    counts = list(map(len, hosts))
+    across = _among([ranks[number] for ranks in hosts], exchange(host, len(hosts)), number * width, 1, counts)
     # What has come from another host is passed on, so that nobody may push it.
     pulled = (tuple(replace(step, push=False) for step in steps) for steps in across)
     return (*within[:1], *pulled, *within[1:])
@@ -71,7 +72,7 @@ def _by_leaders(rank: int, host: int, hosts: Sequence[Sequence[int]]) -> tuple[R
     span = max(map(len, hosts))  # chunks that a leader's ring treats as one
     chunks = len(hosts) * span
     leader, *followers = hosts[host]
-    across = _among([ranks[0] for ranks in hosts], ring.allreduce(host, len(hosts)), 0, span)
+    across = _among([ranks[0] for ranks in hosts], ring.allreduce(host, len(hosts)), 0, span, list(map(len, hosts)))
     if rank != leader:
         idle: list[Round] = [()] * len(across)
         return ((send(leader, 0, chunks),), *idle, (receive(leader, 0, chunks),))
@@ -82,11 +83,27 @@ def _by_leaders(rank: int, host: int, hosts: Sequence[Sequence[int]]) -> tuple[R
     )
 
 
-def _among(ranks: Sequence[int], schedule: Schedule, first: int, span: int) -> list[Round]:
+def _among(
+    ranks: Sequence[int], schedule: Schedule, first: int, span: int, counts: Sequence[int] | None = None
+) -> list[Round]:
     """The rounds of a schedule among these ranks, over chunks from ``first`` on, ``span`` in place of each of its own;
-    none for one rank."""
+    none for one rank.
+
+    Args:
+        counts: the number of contributions in each rank's value, if they are not one each; a value of several ranks is
+            of those that precede the receiver, as in a ring.
+    """
+
+    def contributions(step: Step) -> int:
+        if counts is None or step.kind is not StepKind.REDUCE:
+            return step.count
+        return sum(counts[(step.peer - back) % len(counts)] for back in range(step.count))
+
     return [
-        tuple(Step(step.kind, ranks[step.peer], first + step.chunk * span, span, step.push) for step in steps)
+        tuple(
+            Step(step.kind, ranks[step.peer], first + step.chunk * span, span, step.push, contributions(step))
+            for step in steps
+        )
         for steps in schedule.rounds
         if len(ranks) > 1
     ]

@@ -11,7 +11,7 @@ from typing import Any
 from collectives.schedules import registry
 from collectives.schedules.algorithm import Algorithm
 from collectives.schedules.proof.races import races
-from collectives.schedules.proof.replay import same_bits
+from collectives.schedules.proof.replay import counted, same_bits
 from collectives.schedules.proof.verify import ScheduleError, verify
 from collectives.schedules.schedule import Round, Schedule, Step, StepKind, copy
 
@@ -184,7 +184,7 @@ def _renamed(
                 f"{collective}/{name} of {size} ranks: build returns other steps than those that were proved; it may "
                 "depend on rank and size only"
             )
-        return schedules
+        return counted(schedules)
 
     def numbered(rank: int, ranks: Sequence[int], width: int | None) -> Schedule:
         """The schedule of ``rank`` where the function's rank k is ``ranks[k]``."""
@@ -192,7 +192,7 @@ def _renamed(
         if list(ranks) == sorted(ranks):
             return own
         rounds = tuple(
-            tuple(Step(step.kind, ranks[step.peer], step.chunk, step.span, step.push) for step in steps)
+            tuple(Step(step.kind, ranks[step.peer], step.chunk, step.span, step.push, step.count) for step in steps)
             for steps in own.rounds
         )
         return Schedule(collective, name, rank, own.size, own.chunks, rounds)

@@ -44,6 +44,8 @@ class Step:
     chunk: int
     span: int = 1
     push: bool = False
+    count: int = 1
+    """REDUCE: the number of ranks whose contributions are in the peer's value, as a mean of values has to know."""
 
     def __str__(self) -> str:
         chunks = f"chunk {self.chunk}" if self.span == 1 else f"chunks {self.chunk} to {self.chunk + self.span - 1}"
@@ -74,8 +76,8 @@ def receive(peer: int, chunk: int, span: int = 1, *, push: bool = False) -> Step
     return Step(StepKind.RECEIVE, peer, chunk, span, push)
 
 
-def reduce(peer: int, chunk: int, span: int = 1) -> Step:
-    return Step(StepKind.REDUCE, peer, chunk, span)
+def reduce(peer: int, chunk: int, span: int = 1, *, count: int = 1) -> Step:
+    return Step(StepKind.REDUCE, peer, chunk, span, count=count)
 
 
 def copy(rank: int, chunk: int, span: int = 1) -> Step:

@@ -34,8 +34,10 @@ def recursive_doubling(rank: int, size: int) -> Schedule:
         else:
             rounds.append((reduce(rank + power, 0),) if rank < extra else ())
     for bit in range(power.bit_length() - 1):
-        partner = rank ^ (1 << bit)
-        rounds.append((send(partner, 0), reduce(partner, 0)) if rank < power else ())
+        partner, group = rank ^ (1 << bit), 1 << bit
+        first = partner & -group  # of the partner's group, some of whose members have an extra rank's value, too
+        count = group + min(max(extra - first, 0), group)
+        rounds.append((send(partner, 0), reduce(partner, 0, count=count)) if rank < power else ())
     if extra:
         if rank >= power:
             rounds.append((receive(rank - power, 0),))

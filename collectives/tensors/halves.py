@@ -95,6 +95,10 @@ def _agrees(module: Any, half: _Dtype) -> bool:
                     (single[::-1] + single).astype(half),
                 )
                 and _same(
+                    _results(functools.partial(_blend(module, half, 2 / 3, 1 / 3), narrow[::-1].copy()), narrow, half),
+                    _weighted(single[::-1], single, 2 / 3, 1 / 3).astype(half),
+                )
+                and _same(
                     _results(_product(module, half, third), narrow, half), (single * np.float32(third)).astype(half)
                 )
             )
@@ -204,6 +208,34 @@ def combining(function: _Binary, half: _Dtype) -> _Binary:
     return combine
 
 
+def averaging(half: _Dtype, left: int, right: int) -> _Binary:
+    """A kernel ``kernel(a, b, out)`` for the mean of ``left + right`` values, of which ``a`` is the mean of ``left``.
+
+    The two are weighted in float32 and rounded once; so the mean of equal numbers is that number, whatever its size.
+    """
+    if left < right:  # in one order on all ranks: the product by the first weight alone is rounded by itself
+        swapped = averaging(half, right, left)
+        return lambda a, b, out: swapped(b, a, out)
+    first, second = left / (left + right), right / (left + right)
+    module = numkong(half)
+    if module is not None:
+        return _blend(module, half, first, second)
+    conversions = _block_conversions(half)
+
+    def average(a: _Array, b: _Array, out: _Array) -> None:
+        _widened(conversions, lambda x, y, wide: np.copyto(wide, _weighted(x, y, first, second)), a, b, out)
+
+    return average
+
+
+def _weighted(a: _Array, b: _Array, first: float, second: float) -> _Array:
+    """What numkong's blend computes in float32: the fused multiply-add of ``second``, ``b`` and a rounded product."""
+    return (
+        np.multiply(a, np.float32(first)).astype(np.float64)
+        + np.multiply(b, float(np.float32(second)), dtype=np.float64)
+    ).astype(_FLOAT32)
+
+
 def scaling(function: _Binary, half: _Dtype, number: float) -> _Unary:
     """``function(array, number)`` in float32, rounded once; ``number`` is rounded to float32 first."""
     operand = np.float32(number)
@@ -219,23 +251,25 @@ def scaling(function: _Binary, half: _Dtype, number: float) -> _Unary:
 
 
 def _sum(module: Any, half: _Dtype) -> _Binary:
-    """Addition by numkong's blend with both weights 1, which has half the overhead of its sum.
+    """Addition by numkong's blend with both weights 1, which has half the overhead of its sum."""
+    return _blend(module, half, 1.0, 1.0)
 
-    Like NumPy's larger loops, it releases the GIL.
-    """
+
+def _blend(module: Any, half: _Dtype, first: float, second: float) -> _Binary:
+    """``first * a + second * b``. Like NumPy's larger loops, it releases the GIL."""
     blend = module.blend
     if dtypes.name(half) == "float16":
 
-        def add(a: _Array, b: _Array, out: _Array) -> None:
-            blend(a, b, out=out)
+        def combine(a: _Array, b: _Array, out: _Array) -> None:
+            blend(a, b, alpha=first, beta=second, out=out)
 
-        return add
+        return combine
 
-    def add_bits(a: _Array, b: _Array, out: _Array) -> None:
+    def combine_bits(a: _Array, b: _Array, out: _Array) -> None:
         # As bits, because numkong takes 6 µs to determine the dtype of an ml_dtypes array.
-        blend(a.view(_BITS), b.view(_BITS), "bfloat16", out=out.view(_BITS))
+        blend(a.view(_BITS), b.view(_BITS), "bfloat16", alpha=first, beta=second, out=out.view(_BITS))
 
-    return add_bits
+    return combine_bits
 
 
 def _product(module: Any, half: _Dtype, factor: float) -> _Unary:

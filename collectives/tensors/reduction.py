@@ -3,6 +3,10 @@
 A kernel is the innermost loop of every algorithm: for float32, float64, integers and complex numbers it is NumPy's
 ufunc. float16 and bfloat16 are widened to float32, combined, and rounded once: see `collectives.tensors.halves`.
 
+An average of halves is no sum that is divided in the end, because the sum may overflow where the average does not, and
+numbers that were divided before would lose bits where they are tiny. Every intermediate result is the *mean* of the
+values in it: `weighted` gives the kernel that combines the means of so many values each.
+
 NumPy reports overflow and NaN as Python warnings, once per block. Callers run kernels on floating-point blocks under
 ``quiet()``, entered once per collective and not per block.
 """
@@ -10,6 +14,7 @@ NumPy reports overflow and NaN as Python warnings, once per block. Callers run k
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -60,8 +65,9 @@ def identity(op: Op, dtype: _Dtype) -> Any:
 def kernel(op: Op, dtype: _Dtype) -> Kernel:
     """The function that combines two blocks.
 
-    An average is a sum until ``finish``. Integers wrap around. Min and Max propagate NaN. For bool, Sum and Max are
-    "or"; Product and Min are "and", and so is Average: the truncated mean is true only if all elements are.
+    An average is a sum until ``finish``; of halves it is a mean at any time (`weighted`). Integers wrap around. Min and
+    Max propagate NaN. For bool, Sum and Max are "or"; Product and Min are "and", and so is Average: the truncated mean
+    is true only if all elements are.
 
     Raises:
         InvalidTypeError: Min or Max of complex numbers, which have no order.
@@ -70,21 +76,51 @@ def kernel(op: Op, dtype: _Dtype) -> Kernel:
     combining = op.combining(dtype)
     if dtypes.is_bool(dtype):
         return _BOOL_KERNELS[combining]
+    if dtypes.is_half(dtype) and op.divides(dtype):
+        return _Mean(dtype)
     function = _COMBINATIONS[combining].kernel
     return halves.combining(function, dtype) if dtypes.is_half(dtype) else function
 
 
-def combine(kernel: Kernel, values: Sequence[_Array], spares: Sequence[_Array], out: _Array, first: int = 0) -> None:
-    """Combine two values or more by the fixed tree into ``out``, which may be one of them.
+def weighted(kernel: Kernel, left: int, right: int) -> Kernel:
+    """The kernel that combines what ``left`` ranks have contributed to with what ``right`` ranks have: ``kernel``, if
+    it makes no difference, as everywhere but in averages of halves."""
+    if not isinstance(kernel, _Mean):
+        return kernel
+    divisor = math.gcd(left, right)
+    return kernel.of(left // divisor, right // divisor)
+
+
+def weighs(kernel: Kernel) -> bool:
+    """Whether `weighted` makes a difference."""
+    return isinstance(kernel, _Mean)
+
+
+def merging(kernel: Kernel, counts: Sequence[int], first: int = 0) -> tuple[tuple[fixed_tree.Merge, Kernel], ...]:
+    """The fixed tree over values of which each has the contributions of so many ranks, with a kernel for each merge;
+    ``first`` is the value with which the order begins."""
+    ranks = [*counts, *[0] * fixed_tree.intermediates(len(counts))]
+    steps = []
+    for merge in fixed_tree.merges(len(counts), first):
+        left, right = ranks[merge.left], ranks[merge.right]
+        steps.append((merge, weighted(kernel, left, right)))
+        if len(counts) > 2:
+            ranks[len(counts) + merge.depth] = left + right
+    return tuple(steps)
+
+
+def combine(
+    steps: Sequence[tuple[fixed_tree.Merge, Kernel]], values: Sequence[_Array], spares: Sequence[_Array], out: _Array
+) -> None:
+    """Combine two values or more by the steps that `merging` returns into ``out``, which may be one of the values.
 
     Args:
         spares: `fixed_tree.intermediates` of their number, of their size.
-        first: the value with which the order begins.
     """
     operands, count = (*values, *spares), len(values)
-    *inner, last = fixed_tree.merges(count, first)
-    for left, right, depth, _ in inner:
-        kernel(operands[left], operands[right], operands[count + depth])
+    *inner, (last, kernel) = steps
+    for (left, right, depth, _), combine_two in inner:
+        combine_two(operands[left], operands[right], operands[count + depth])
     kernel(operands[last.left], operands[last.right], out)
 
 
@@ -92,24 +128,22 @@ def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling 
     """The function to apply once to a block that ``size`` ranks have fully reduced; None if nothing remains to do.
 
     Floating point and complex: an average alone is the correctly rounded quotient; with a factor it is one product with
-    ``postscale / size``, which is computed in float64. Halves do so in float32 and round once. Integers: an average
-    truncates toward zero and is exact for all 64 bits; with a factor the product is taken in float64 and truncated
-    (beyond the dtype's range the result depends on the hardware). Bool: an average is already complete; with a factor,
-    true if the product is not zero.
+    ``postscale / size``, which is computed in float64. An average of halves is complete but for its factor. Integers:
+    an average truncates toward zero and is exact for all 64 bits; with a factor the product is taken in float64 and
+    truncated (beyond the dtype's range the result depends on the hardware). Bool: an average is already complete; with
+    a factor, true if the product is not zero.
 
     Whatever completes a block applies it: `plan.binder`, `fast_paths`, `one_reduction`, `mapped_loops`, `mapped_bucket`
     and `packing_binder`; without a plan `engine.inline`, `tasks` and `buckets`.
     """
-    if not op.divides(dtype) or size == 1:
+    if not op.divides(dtype) or dtypes.is_half(dtype) or size == 1:
         return prescale(dtype, postscale)
     if postscale != 1.0:
         return prescale(dtype, float(postscale) / size)
     if dtypes.is_integer(dtype):
         return _integer_quotient(dtype, size)
-    if size & (size - 1) == 0 or (dtypes.is_half(dtype) and size % 2 == 1 and size < 1024):
-        # Faster than a division, and equal: exact for powers of two; and for halves, float32's error of the product by
-        # an odd size's reciprocal is too small to cross a midpoint between two halves (checked exhaustively).
-        return prescale(dtype, 1.0 / size)
+    if size & (size - 1) == 0:
+        return prescale(dtype, 1.0 / size)  # faster than a division, and exact
     return _floating(dtype, np.divide, float(size))
 
 
@@ -137,6 +171,18 @@ def _lowest(dtype: _Dtype) -> Any:
 
 def _highest(dtype: _Dtype) -> Any:
     return np.inf if dtypes.is_floating(dtype) else 1 if dtypes.is_bool(dtype) else np.iinfo(dtype).max
+
+
+class _Mean:
+    """The kernel of an average of halves; called as a kernel, it combines two values of equally many ranks."""
+
+    def __init__(self, half: _Dtype) -> None:
+        self._half = half
+        self.of = functools.cache(functools.partial(halves.averaging, half))
+        self._even = self.of(1, 1)
+
+    def __call__(self, a: _Array, b: _Array, out: _Array) -> object:
+        return self._even(a, b, out)
 
 
 class _Combination(NamedTuple):

@@ -46,14 +46,14 @@ def tree(values: Sequence[Array], op: Op = Op.SUM, postscale: float = 1.0) -> Ar
     """What is promised, by the kernels of the library but none of its algorithms."""
     dtype, count = values[0].dtype, len(values)
 
-    def combined(a: Array, b: Array) -> Array:
-        out = np.empty_like(a)
-        reduction.kernel(op, dtype)(a, b, out)
-        return out
+    def combined(left: tuple[Array, int], right: tuple[Array, int]) -> tuple[Array, int]:
+        out = np.empty_like(left[0])
+        reduction.weighted(reduction.kernel(op, dtype), left[1], right[1])(left[0], right[0], out)
+        return out, left[1] + right[1]
 
     with reduction.quiet():
-        of_leaf = lambda part: values[part[0]] if part[1] - part[0] == 1 else None  # noqa: E731
-        whole = fixed_tree.evaluate(0, count, of_leaf, combined).copy()
+        of_leaf = lambda part: (values[part[0]], 1) if part[1] - part[0] == 1 else None  # noqa: E731
+        whole = fixed_tree.evaluate(0, count, of_leaf, combined)[0].copy()
         finish = reduction.finish(op, dtype, count, postscale)
         if finish is not None:
             finish(whole, whole)

@@ -72,6 +72,7 @@ class Kernels:
         shapes: Sequence[tuple[int, int, int]],
         scaling: Any,
         stepwise: bool,
+        ranks: Sequence[Sequence[int]],
     ) -> Jobs:
         return Jobs(shapes, scaling is not None)
 

@@ -18,7 +18,7 @@ from collectives.base.reduce_op import Op
 from collectives.device import kernel_sources, kernels
 from collectives.device.kernels import Kernels, Scaling, ScalingKind
 from collectives.schedules.proof.replay import tree
-from collectives.tensors import reduction
+from collectives.tensors import halves, reduction
 from tests.support.emulated import host_kernels
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -102,7 +102,15 @@ def combined(op: Op, sources: list[Array], scaling: Scaling | None, host_scaling
             return result
         return product(a, b) if op is Op.PRODUCT else np.asarray(UFUNCS[op](a, b))
 
-    total = tree([source.astype(dtypes.accumulator(dtype)) for source in sources], combine)
+    if op is Op.AVERAGE and dtypes.is_half(dtype):
+
+        def mean(one: tuple[Array, int], other: tuple[Array, int]) -> tuple[Array, int]:
+            (a, left), (b, right) = (one, other) if one[1] >= other[1] else (other, one)
+            return halves._weighted(a, b, left / (left + right), right / (left + right)), left + right
+
+        total = tree([(source.astype(np.float32), 1) for source in sources], mean)[0]
+    else:
+        total = tree([source.astype(dtypes.accumulator(dtype)) for source in sources], combine)
     if dtypes.is_half(dtype) and scaling is not None:
         operand = np.float32(scaling.factor)
         total = total * operand if scaling.kind is ScalingKind.MULTIPLY else total / operand

@@ -16,7 +16,7 @@ from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.tensors import halves
-from collectives.tensors.reduction import finish, identity, kernel, prescale, quiet, warns
+from collectives.tensors.reduction import finish, identity, kernel, prescale, quiet, warns, weighted
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -59,6 +59,8 @@ def expected(op: Op, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.nda
         return a ^ b if op is Op.BXOR else a | b if op in (Op.SUM, Op.MAX, Op.BOR) else a & b
     wide = dtypes.accumulator(a.dtype)
     with quiet():
+        if op is Op.AVERAGE and dtypes.is_half(a.dtype):
+            return ((a.astype(np.float64) + b.astype(np.float64)) / 2).astype(wide).astype(a.dtype)
         return UFUNCS[op](a.astype(wide), b.astype(wide)).astype(a.dtype)
 
 
@@ -100,7 +102,7 @@ def test_kernels_equal_the_widened_oracle_at_every_length_in_place_and_out_of_pl
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=dtypes.name)
-@pytest.mark.parametrize("op", [Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT])
+@pytest.mark.parametrize("op", [Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX, Op.PRODUCT])
 def test_halves_are_right_for_all_bit_patterns(op: Op, dtype: np.dtype[Any]) -> None:
     everything = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     generator = np.random.default_rng(2)
@@ -179,7 +181,8 @@ def test_the_identity_changes_nothing(op: Op, dtype: np.dtype[Any]) -> None:
         a = a[np.isfinite(a.astype(np.complex128 if dtypes.is_complex(dtype) else np.float64))]
         out = np.empty_like(a)
         kernel(op, dtype)(a, np.full(a.size, neutral, dtype), out)
-    np.testing.assert_array_equal(out, a)
+        wanted = expected(op, a, np.zeros_like(a)) if op.divides(dtype) and dtypes.is_half(dtype) else a
+    np.testing.assert_array_equal(out, wanted)
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
@@ -308,15 +311,43 @@ def test_a_plain_average_is_the_correctly_rounded_quotient(dtype: str, size: int
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=dtypes.name)
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 14, 21, 64, 255, 341, 600, 1023, 1025, 4096])
-def test_an_average_of_halves_is_correctly_rounded_for_all_bit_patterns(dtype: np.dtype[Any], size: int) -> None:
-    a = np.arange(1 << 16, dtype=np.uint16).view(dtype)
-    scale = finish(Op.AVERAGE, dtype, size)
-    assert scale is not None
-    out = np.empty_like(a)
+@pytest.mark.parametrize("counts", [(1, 1), (2, 2), (2, 1), (1, 2), (4, 1), (5, 3), (1, 63), (511, 512), (1, 4095)])
+def test_means_of_halves_weigh_by_their_numbers(dtype: np.dtype[Any], counts: tuple[int, int]) -> None:
+    """Equal numbers have themselves as their mean; others the mean of float32, rounded once, in either order."""
+    left, right = counts
+    everything = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    other = np.random.default_rng(3).permutation(everything.view(np.uint16)).view(dtype)
+    out, swapped = np.empty_like(everything), np.empty_like(everything)
+    assert finish(Op.AVERAGE, dtype, left + right) is None
     with quiet():
-        scale(a, out)
-        assert_same(out, (a.astype(np.float32) / np.float32(size)).astype(dtype))
+        combine = weighted(kernel(Op.AVERAGE, dtype), left, right)
+        combine(everything, everything, out)
+        assert_same(out, everything)
+        combine(everything, other, out)
+        weighted(kernel(Op.AVERAGE, dtype), right, left)(other, everything, swapped)
+        assert_same(out, swapped)
+        mean = (everything.astype(np.float64) * left + other.astype(np.float64) * right) / (left + right)
+        error = np.abs(out.astype(np.float64) - mean)
+        unit = np.maximum(np.abs(mean) * ml_dtypes.finfo(dtype).eps, float(ml_dtypes.finfo(dtype).smallest_subnormal))
+        largest = np.maximum(np.abs(everything.astype(np.float64)), np.abs(other.astype(np.float64)))
+        finite = np.isfinite(mean)
+        assert (error <= unit / 2 + largest * 2.0**-22)[finite].all()
+        assert_same(np.isnan(out), np.isnan(mean))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=dtypes.name)
+def test_weighted_means_without_numkong_are_the_same(dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = anything(dtype, 40000, 5), anything(dtype, 40000, 6)
+    results = []
+    for numkong in (halves.numkong, lambda half: None):
+        monkeypatch.setattr(halves, "numkong", numkong)
+        for left, right in ((1, 1), (2, 1), (3, 4), (1, 100)):
+            out = np.empty_like(a)
+            with quiet():
+                halves.averaging(dtype, left, right)(a, b, out)
+            results.append(out)
+    for fast, slow in zip(results[:4], results[4:], strict=True):
+        assert_same(fast, slow)
 
 
 @given(
@@ -332,6 +363,8 @@ def test_a_factor_is_one_product_rounded_once(factor: float, size: int, dtype: n
         scale = finish(op, dtype, size, factor)
         if scale is None or (op is Op.AVERAGE and factor == 1.0):
             continue
+        if op is Op.AVERAGE and dtypes.is_half(dtype):
+            total = factor  # it is divided already
         out = np.empty_like(a)
         with quiet():
             scale(a, out)

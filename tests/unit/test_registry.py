@@ -14,7 +14,7 @@ from collectives.base.config import ALGORITHMS
 from collectives.schedules import registry
 from collectives.schedules.algorithm import Algorithm
 from collectives.schedules.proof.races import races
-from collectives.schedules.proof.replay import replay, tree
+from collectives.schedules.proof.replay import counted, replay, tree
 from collectives.schedules.proof.verify import verify
 from collectives.schedules.schedule import Schedule, Step, StepKind
 
@@ -62,6 +62,17 @@ def test_every_size_is_proved_from_every_root(algorithm: Algorithm) -> None:
     for size in SIZES:
         for root in roots(size) if algorithm.collective == "broadcast" else (0,):
             verify(schedules(algorithm, (tuple(range(size)),), root))
+
+
+@pytest.mark.parametrize("algorithm", [each for each in WITH_SCHEDULE if "reduce" in each.collective], ids=name)
+def test_steps_know_how_many_contributions_they_combine(algorithm: Algorithm) -> None:
+    leaders = ((0, 1, 2), (3,), (4, 5), (6,))
+    for hosts in (*[(tuple(range(size)),) for size in SIZES[:20]], *HOSTS, ((0, 2), (1, 3)), leaders):
+        found = schedules(algorithm, hosts)
+        for schedule, wanted in zip(found, counted(found), strict=True):
+            for steps, right in zip(schedule.rounds, wanted.rounds, strict=True):
+                reductions = [[step for step in each if step.kind is StepKind.REDUCE] for each in (steps, right)]
+                assert reductions[0] == reductions[1], (hosts, schedule.rank)
 
 
 @pytest.mark.parametrize("aliased", [True, False])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from collectives.schedules.proof.verify import ScheduleError
-from collectives.schedules.schedule import Schedule, StepKind
+from collectives.schedules.schedule import Schedule, Step, StepKind
 
 T = TypeVar("T")
 
@@ -48,6 +49,32 @@ def replay(
                 ordered = [value for _, value in sorted({**values, rank: held[rank][chunk]}.items())]
                 held[rank][chunk] = tree(ordered, combine)
     return held
+
+
+def counted(schedules: Sequence[Schedule]) -> list[Schedule]:
+    """The schedules with the `Step.count` of all that is received. A step over chunks with different numbers of
+    contributions becomes one for each chunk. The schedules must be proved by `verify`."""
+    held: list[dict[int, int]] = [{} for _ in schedules]  # one contribution where there is nothing
+    rounds: list[list[tuple[Step, ...]]] = [[] for _ in schedules]
+    for number in range(len(schedules[0].rounds)):
+        before = [dict(chunks) for chunks in held]
+        for rank, schedule in enumerate(schedules):
+            steps: list[Step] = []
+            for step in schedule.rounds[number]:
+                if step.kind not in (StepKind.RECEIVE, StepKind.REDUCE):
+                    steps.append(step)
+                    continue
+                chunks = range(step.chunk, step.chunk + step.span)
+                counts = [before[step.peer].get(chunk, 1) for chunk in chunks]
+                if len(set(counts)) == 1:
+                    steps.append(replace(step, count=counts[0]))
+                else:
+                    steps += [replace(step, chunk=at, span=1, count=n) for at, n in zip(chunks, counts, strict=True)]
+                for chunk, count in zip(chunks, counts, strict=True):
+                    reduced = step.kind is StepKind.REDUCE
+                    held[rank][chunk] = count + (held[rank].get(chunk, 1) if reduced else 0)
+            rounds[rank].append(tuple(steps))
+    return [replace(schedule, rounds=tuple(rounds[rank])) for rank, schedule in enumerate(schedules)]
 
 
 def same_bits(schedules: Sequence[Schedule]) -> None:

@@ -48,7 +48,9 @@ class Values:
         """How many elements of ``result`` differ from the reduction over all ranks, from element ``start`` on."""
         rounding = 0.0
         if self.op == "avg" and self.dtype.name in _EXACT:
-            rounding = 2.0 / _EXACT[self.dtype.name]
+            # Averages of halves are rounded in every step.
+            steps = self.size - 1 if self.dtype.itemsize == 2 else 1
+            rounding = max(2.0, steps) / _EXACT[self.dtype.name]
         return _differing(result, np.roll(_reduced(self.dtype, self.op, self.size), -start), rounding)
 
 

@@ -20,7 +20,8 @@ Dtype = np.dtype[Any]
 # The numbers are part of NCCL's binary interface and the same in every version.
 _INT8, _UINT8, _INT32, _UINT32, _INT64, _UINT64, _FLOAT16, _FLOAT32, _FLOAT64, _BFLOAT16 = range(10)
 _REDUCTIONS = {Op.SUM: 0, Op.PRODUCT: 1, Op.MAX: 2, Op.MIN: 3}
-
+_AVERAGE = 4
+"""Multiplies each contribution by 1/N before it is added, so that no intermediate result overflows."""
 
 Word = tuple[int, int]
 """An NCCL element type (ncclDataType_t), and the number of such elements per element of a dtype."""
@@ -61,13 +62,16 @@ def reduction(op: Op, dtype: Dtype) -> int | None:
     if not op.elementwise or dtypes.name(dtype) in ("int16", "uint16"):
         return None
     combining = op.combining(dtype)
+    if op.divides(dtype) and dtypes.is_half(dtype):
+        return _AVERAGE
     if (dtypes.is_floating(dtype) or dtypes.is_complex(dtype)) and combining is not Op.SUM:
         return _REDUCTIONS[Op.PRODUCT] if combining is Op.PRODUCT and dtypes.is_floating(dtype) else None
     return _REDUCTIONS.get(combining)
 
 
 def reduces(op: Op, dtype: Dtype) -> bool:
-    """Whether NCCL reduces this dtype as this package does, up to the order of additions; an average as a sum."""
+    """Whether NCCL reduces this dtype as this package does, up to rounding; an average as a sum, unless it is of
+    halves."""
     return reduction(op, dtype) is not None
 
 

@@ -98,7 +98,7 @@ class NcclCommunicator:
 
     def all_reduce(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: int) -> None:
         """Reduce ``count`` elements of every rank into every rank's ``target``, which may be ``source``. An average is
-        left as a sum. Raises InvalidTypeError where `nccl_elements.reduces` is False."""
+        left as a sum, unless it is of halves. Raises InvalidTypeError where `nccl_elements.reduces` is False."""
         number, (code, n) = required_reduction(op, dtype), word(dtype)
         self._issue("allReduce", source, target, count * n, code, number, stream)
 

@@ -2,6 +2,7 @@
 // completion one after another, so kernels must not wait for each other's threads (shared memory, barriers, warps).
 #pragma once
 
+#include <math.h>
 #include <cstddef>
 #include <type_traits>
 #include <utility>

@@ -106,6 +106,8 @@ def _kernels_of(name: str) -> Iterator[Kernel]:
         yield kernel_sources.combine("Product", name, "Unscaled")
         return
     floating = dtypes.is_floating(dtype)
+    if dtypes.is_half(dtype):
+        operations.append("Mean")
     scalings = (
         ["Multiply", "Divide"] if floating else ["Truncate"] if dtypes.is_bool(dtype) else ["Truncate", "Quotient"]
     )
@@ -116,7 +118,7 @@ def _kernels_of(name: str) -> Iterator[Kernel]:
     for scaling in scalings:
         yield from (
             kernel_sources.combine(operation, name, scaling)
-            for operation in (operations if dtypes.is_bool(dtype) else ["Sum"])
+            for operation in (operations if dtypes.is_bool(dtype) else ["Sum", *operations[4:]])
         )
         yield kernel_sources.copy(name, scaling)
         yield from (move(name, name, scaling) for move in moves)

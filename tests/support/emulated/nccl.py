@@ -402,6 +402,9 @@ def _carry_out(calls: list[Operation]) -> None:
     readers = calls if kind != "broadcast" else [calls[calls[0].peer]]
     blocks = [_array(call.source, given, dtype).copy() for call in readers]
     with np.errstate(all="ignore"):
+        if op is Op.AVERAGE and dtypes.is_half(dtype):  # as NCCL, which multiplies before it adds
+            share = np.float32(1 / len(blocks)).astype(dtype)
+            blocks = [(block * share).astype(dtype) for block in blocks]
         result = reduce(partial(_combine, op), blocks) if op is not None else np.concatenate(blocks)
     for rank, call in enumerate(calls):
         part = result[rank * count : (rank + 1) * count] if kind == "reduce_scatter" else result

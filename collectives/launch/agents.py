@@ -2,6 +2,8 @@
 
 Nothing is started before every host has answered. Then the launcher serves the store at which the ranks meet, and sends
 each agent its task over stdin, with the job's key.
+
+Names are looked up, and processes started, in threads (`beside`): whatever that takes or raises, the loop goes on.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from collectives.base.config import Config
+from collectives.base.errors import CollectivesError
 from collectives.launch import agent, ssh
 from collectives.launch.agent import ALIVE_EVERY
+from collectives.launch.beside import Mailbox, Workers
 from collectives.launch.host_agent import HostAgent, HostRanks
 from collectives.launch.job import Ranks
 from collectives.launch.open_files import OpenFiles
@@ -33,6 +38,8 @@ _AFTER_FAILURE = 6.0
 """The same after one has said that it fails, and waits for the others' end."""
 _AFTER_DONE = 2.0
 _AFTER_KILL = 1.0
+_AT_ONCE = 8
+"""Hosts that are started at the same time."""
 _PATIENT_LAUNCHER = 2
 """Silence after which a host counts as lost, in multiples of ``peer_timeout``: the ranks notice first, and say more."""
 _LATE = 4 * ALIVE_EVERY
@@ -77,7 +84,9 @@ class Agents(Ranks):
         self._size = sum(len(place.ranks) for place in places)
         self._files = OpenFiles()
         self._files.allow(len(places), self._size)
-        self._sent = self._ending = False
+        self._sent = self._serving = self._ending = False
+        self._mail = Mailbox()
+        self._workers = Workers(self._mail, _AT_ONCE)
         self._failed_at = self._spoken = 0.0
         self._lost: list[Record] = []
         self._close_store: Callable[[], None] = lambda: None
@@ -88,19 +97,47 @@ class Agents(Ranks):
             self._start(one)
 
     def _start(self, one: HostAgent) -> None:
-        one.start(self._files.restore)
-        self.processes.append(one.process)
+        """Begin to start an agent."""
+        self._workers.do(partial(self._reach, one), partial(self._started, one))
+
+    def _reach(self, one: HostAgent) -> subprocess.Popen[bytes]:
+        """In a thread: start an agent."""
+        if one.lost:
+            raise ChildProcessError(f"{one.place} were given up before")
+        one.start_by = time.monotonic() + self.remote.timeout
+        return one.start(self._files.restore)
+
+    def _started(self, one: HostAgent, outcome: subprocess.Popen[bytes] | Exception) -> None:
+        if isinstance(outcome, Exception):
+            if not one.lost and not self._ending:
+                self._lose(one, f"cannot start {one.place}: {_in_words(outcome)}")
+            return
+        one.attach(outcome)
+        self.processes.append(outcome)
+        if one.lost:
+            outcome.kill()
+            one.close()
+            return
         self._output.attach(one.words.fileno(), name=one.place.host)
+        if self._ending and not self._sent:
+            outcome.terminate()
+
+    def running(self) -> bool:
+        starting = not self._ending and any(one.process is None and not one.lost for one in self._agents)
+        return starting or super().running()
 
     def waiting(self) -> tuple[list[int], list[int]]:
         open_ones = [one for one in self._agents if not one.closed]
-        return [one.answers.fileno() for one in open_ones], [one.orders.fileno() for one in open_ones if one.pending]
+        sources = [self._mail.fileno(), *(one.answers.fileno() for one in open_ones)]
+        return sources, [one.orders.fileno() for one in open_ones if one.pending]
 
     def turn(self, readable: Collection[int], writable: Collection[int]) -> None:
         now = time.monotonic()
         self._exchange(readable, writable, now)
-        if not self._sent and not self._ending and not self._lost and all(one.ready for one in self._agents):
-            self._send_tasks()
+        self._mail.deliver()
+        if not self._serving and not self._ending and not self._lost and all(one.ready for one in self._agents):
+            self._serving = True
+            self._workers.do(self._serve if self._size > 1 else dict[str, str], self._send_tasks)
         self._look_after_all(now)
         if not self._failed_at and (self._lost or self._output.records or self._died_at() < float("inf")):
             self._failed_at = now
@@ -122,7 +159,7 @@ class Agents(Ranks):
             if not one.lost and not one.done:
                 self._look_after(one, now)
             elif one.done and now - one.heard > _AFTER_DONE:
-                one.process.kill()  # something on that host keeps the connection open
+                one.signal(signal.SIGKILL)  # something on that host keeps the connection open
 
     def failures(self) -> list[Record]:
         return self._lost + [record for one in self._agents for record in one.died]
@@ -154,13 +191,18 @@ class Agents(Ranks):
         for one in self._agents:
             one.write()
         sinks = [one.orders.fileno() for one in self._agents if not one.closed and not one.pending]
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _SAY_ALIVE, str(ALIVE_EVERY), *map(str, sinks)],
-            pass_fds=sinks,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=agent.die_with_parent(),
-        )
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _SAY_ALIVE, str(ALIVE_EVERY), *map(str, sinks)],
+                pass_fds=sinks,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=agent.die_with_parent(),
+            )
+        except OSError as error:
+            self._output.say(f"while this program was stopped, its hosts got no signs of life: {error} [L134]")
+            yield
+            return
         try:
             yield
         finally:
@@ -173,7 +215,7 @@ class Agents(Ranks):
             self._order("end")
         else:
             for one in self._agents:
-                one.process.terminate()
+                one.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self._ending = True
@@ -188,6 +230,7 @@ class Agents(Ranks):
         self._close_store()
         for one in self._agents:
             one.close()
+        self._workers.close()
 
     def _died_at(self) -> float:
         return min((one.died_at for one in self._agents), default=float("inf"))
@@ -196,16 +239,19 @@ class Agents(Ranks):
         for one in self._agents:
             one.order(order)
 
-    def _send_tasks(self) -> None:
-        """Serve the store, and have all agents start their ranks."""
-        variables = self._serve() if self._size > 1 else {}
+    def _send_tasks(self, variables: dict[str, str] | Exception) -> None:
+        """Have all agents start their ranks, now that the store is served."""
+        if isinstance(variables, Exception):
+            raise variables  # nothing runs yet that this could end
+        if self._ending or self._lost:
+            return
         for one in self._agents:
             one.send(self.command, {**self.environment, **variables}, self._size, self._config.peer_timeout)
         self._sent, self._spoken = True, time.monotonic()
 
     def _serve(self) -> dict[str, str]:
-        """Serve the store at which the ranks meet; return the variables that lead there, and to where rank 0 serves
-        torch's, if a program makes torch's process groups."""
+        """In a thread: serve the store at which the ranks meet; return the variables that lead there, and to where rank
+        0 serves torch's, if a program makes torch's process groups."""
         others = [one.place.host for one in self._agents if one.place.host]
         address = ssh.address_for(others, self._config.network_interface, self.remote)
         server, key = self._open_store(address)
@@ -232,7 +278,7 @@ class Agents(Ranks):
 
     def _look_after(self, one: HostAgent, now: float) -> None:
         """Find out whether a host is lost."""
-        if one.process.poll() is not None:
+        if one.has_ended():
             one.read(now)
             if not one.done and not self._ending:
                 self._lose(one, self._reason(one))
@@ -248,6 +294,7 @@ class Agents(Ranks):
         return _LATE if self._failed_at else _PATIENT_LAUNCHER * self._config.peer_timeout
 
     def _reason(self, one: HostAgent) -> str:
+        assert one.process is not None
         code = one.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if not one.place.host:
@@ -258,12 +305,17 @@ class Agents(Ranks):
         return f"cannot start {one.place}: {starter} {how}; {advice} [L66]"
 
     def _lose(self, one: HostAgent, reason: str) -> None:
-        words = self._output.take_words(one.words.fileno())
+        words = self._output.take_words(one.words.fileno()) if one.process is not None else ""
         one.lost = True
         one.left.clear()
-        one.process.kill()
+        one.signal(signal.SIGKILL)
         self._note_lost(one, reason + (f":\n{words}" if words else ""))
 
     def _note_lost(self, one: HostAgent, text: str) -> None:
         """Take note that a host is lost."""
         self._lost.append(Record(one.place.ranks[0], 1, text, time.time(), one.place.host, lost=True))
+
+
+def _in_words(error: Exception) -> str:
+    """Why a host cannot be used, as an exception says it."""
+    return str(error) if isinstance(error, CollectivesError) else f"{type(error).__name__}: {error} [L133]"

@@ -1,13 +1,15 @@
 """The hosts of an elastic job: fixed ones, or what a script prints now and then.
 
-The script prints lines ``host`` or ``host:slots``. It is run every second, in a thread. A run that takes too long,
-fails, or prints too much or anything else is said once, and the hosts stay as they were.
+The script prints lines ``host`` or ``host:slots``; one with 0 slots is as if it were not there. It is run every second,
+in a thread. A run that takes too long, fails, or prints too much or anything else is said once, and the hosts stay as
+they were.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -23,6 +25,8 @@ EVERY = 1.0
 """Seconds between two runs."""
 RUN_WITHIN = 10.0
 MOST_BYTES = 1 << 20
+_DRAINED = re.compile(r"\s*\S+(:|\s+slots\s*=\s*)0+\s*(#.*)?")
+"""A line that says that a host takes no ranks."""
 _SHOWN = 200
 """Characters of a script's error message."""
 
@@ -75,7 +79,8 @@ def run_script(command: str, slots: int) -> Found:
         if code:
             said = data[err].decode(errors="replace").strip()
             return f"it has ended with exit code {code}" + (f": {said}" if said else "")
-        return parse_lines(data[out].decode(errors="replace").splitlines(), "line", slots)
+        lines = data[out].decode(errors="replace").splitlines()
+        return parse_lines([line for line in lines if not _DRAINED.fullmatch(line)], "line", slots)
     except InvalidArgumentError as error:
         return f"it has printed something else than hosts: {str(error)[:_SHOWN]}"
     finally:
@@ -104,7 +109,10 @@ class Discovery:
     def _run(self) -> None:
         last: Found | None = None
         while True:
-            found = self._look()
+            try:
+                found = self._look()
+            except Exception as error:  # a function of the user's
+                found = f"it has raised {type(error).__name__}: {error}"
             if self._closed.is_set():
                 return
             if found != last:

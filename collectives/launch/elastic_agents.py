@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
+import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from io import FileIO
 
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError
 from collectives.launch import ssh
 from collectives.launch.agents import Agents
+from collectives.launch.beside import Workers
 from collectives.launch.discovery import Discovery, Found
 from collectives.launch.elastic_driver import Driver
 from collectives.launch.elastic_terms import Action, Drop, Event, Kill, Rules, Set, Start
@@ -28,6 +30,8 @@ from collectives.transport.tcp import network
 
 _AFTER_FAILURE = 2.0
 """Seconds in which members end by themselves after the job has failed."""
+_WRITTEN_WITHIN = 5.0
+"""Seconds in which events are written that have happened when the job ends."""
 _SAID = "elastic/said/"
 
 
@@ -57,8 +61,6 @@ class ElasticAgents(Agents):
         self._look, self._as_horovod, self._timeout = look, as_horovod, rules.elastic_timeout
         self._discovery: Discovery | None = None
         self._has_hosts = self._interrupted = False
-        self._found: deque[Found] = deque()
-        self._said: deque[tuple[str, bytes]] = deque()
         self._by_host: dict[str, HostAgent] = {}
         self._hosts: dict[int, str] = {}
         """Of the living members."""
@@ -66,11 +68,12 @@ class ElasticAgents(Agents):
         """Where hosts reach the store."""
         self._events = 0
         try:
-            self._event_files = [open(path, "a", buffering=1, encoding="utf-8") for path in event_files]  # noqa: SIM115
+            self._event_files = [FileIO(path, "a") for path in event_files]
         except OSError as error:
             raise InvalidArgumentError(
                 f"--elastic-events: cannot write {error.filename!r}: {error.strerror} [E38]"
             ) from None
+        self._writer = Workers(self._mail, 1)
         self._ended_at, self._ended_time = float("inf"), 0.0
         self._sent = True  # each agent gets its task as it starts
 
@@ -80,9 +83,6 @@ class ElasticAgents(Agents):
 
     def start(self, output: Output) -> None:
         super().start(output)
-        self._wake, self._waker = os.pipe()
-        for end in (self._wake, self._waker):
-            os.set_blocking(end, False)
         self._server, key = self._open_store(network.LOOPBACK, self._hear)
         self._addresses[""] = network.joined(*self._server.address)
         self.environment = {
@@ -91,68 +91,49 @@ class ElasticAgents(Agents):
             "COLLECTIVES_ELASTIC_TIMEOUT": f"{self._timeout:g}",
         }
         if callable(self._look):
-            self._discovery = Discovery(self._look, self._find)
+            self._discovery = Discovery(self._look, partial(self._mail.post, self._take_hosts))
         else:
-            self._find(self._look)
+            self._mail.post(self._take_hosts, self._look)
 
     def _hear(self, key: str, value: bytes) -> None:
         """In the store's thread: a key was set."""
         if key.startswith(_SAID):
-            self._said.append((key, value))
-            self._wake_up()
-
-    def _find(self, found: Found) -> None:
-        """In discovery's thread: hosts were found."""
-        self._found.append(found)
-        self._wake_up()
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes, too
-            os.write(self._waker, b"\0")
+            self._mail.post(self._take, key, value)
 
     def running(self) -> bool:
         return (self._driver.end is None and not self._ending) or super().running()
 
-    def waiting(self) -> tuple[list[int], list[int]]:
-        sources, sinks = super().waiting()
-        return [self._wake, *sources], sinks
-
     def turn(self, readable: Collection[int], writable: Collection[int]) -> None:
         now = time.monotonic()
         self._exchange(readable, writable, now)
-        if self._wake in readable:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake, 4096)
-        while self._said:
-            self._take(*self._said.popleft(), now)
+        self._mail.deliver()
         for one in self._agents:
             while one.ended:
                 member, code = one.ended.pop(0)
                 self._hosts.pop(member, None)
                 self._carry_out(self._driver.exited(member, code, now))
-        while self._found:
-            self._take_hosts(self._found.popleft(), now)
         self._look_after_all(now)
         self._carry_out(self._driver.tick(now))
         self._release_agents(now)
         if self._driver.end is not None and self._ended_at == float("inf"):
             self._ended_at, self._ended_time = now, time.time()
 
-    def _take(self, key: str, value: bytes, now: float) -> None:
-        with contextlib.suppress(ValueError):
+    def _take(self, key: str, value: bytes) -> None:
+        with contextlib.suppress(ValueError, TypeError):
             member, question = map(int, key.removeprefix(_SAID).split("/"))
             thing = json.loads(value)
             if isinstance(thing, dict):
-                self._carry_out(self._driver.said(member, question, thing, now))
+                self._carry_out(self._driver.said(member, question, thing, time.monotonic()))
 
-    def _take_hosts(self, found: Found, now: float) -> None:
+    def _take_hosts(self, found: Found) -> None:
+        now = time.monotonic()
         if not isinstance(found, str):
             self._has_hosts = True
             self._carry_out(self._driver.discovered(found, now))
         elif self._has_hosts:
-            self._carry_out([Event("discovery", f"--host-discovery-script: {found}; the hosts stay as they were [E2]")])
+            self._carry_out([Event("discovery", f"host discovery: {found}; the hosts stay as they were [E2]")])
         else:
-            self._carry_out(self._driver.give_up(f"--host-discovery-script: {found} [E3]", now))
+            self._carry_out(self._driver.give_up(f"host discovery: {found} [E3]", now))
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -176,33 +157,44 @@ class ElasticAgents(Agents):
         self._server.set(f"elastic/event/{self._events}", line.encode())
         self._server.set("elastic/events", b"%d" % self._events)
         for file in self._event_files:
-            file.write(f"{line}\n")
+            self._writer.do(partial(_append, file, f"{line}\n".encode()), partial(self._written, file))
+
+    def _written(self, file: FileIO, outcome: Exception | None) -> None:
+        if outcome is not None and file in self._event_files:
+            self._event_files.remove(file)
+            self._output.say(f"--elastic-events: {outcome}: no more events are written to {file.name!r} [E39]")
 
     def _begin(self, start: Start) -> None:
-        """Start a member, and an agent on its host if there is none; a host from which this one cannot be reached is
-        lost."""
-        remote = self._name_elsewhere(start.host)
-        try:
-            variables = self._variables(start, remote)
-        except (InvalidArgumentError, OSError) as error:
-            self._carry_out(self._driver.host_lost(start.host, f"cannot use {start.host}: {error}", time.monotonic()))
-            return
+        """Start a member, and an agent on its host if there is none."""
         one = self._by_host.get(start.host)
         if one is None:
-            one = HostAgent(HostRanks(remote, ()), self.environment, self.remote, with_input=start.member == 0)
+            one = HostAgent(HostRanks(start.host, ()), self.environment, self.remote, with_input=start.member == 0)
             self._agents.append(one)
             self._by_host[start.host] = one
-            self._files.allow(len(self._agents), len(self._driver.members))
             self._start(one)
-            one.send(self.command, self.environment, 0, self._config.peer_timeout)
         self._hosts[start.member] = start.host
-        one.begin(start.member, variables)
+        one.begin(start.member, self._variables(start))
+
+    def _reach(self, one: HostAgent) -> subprocess.Popen[bytes]:
+        """In a thread: find out how a host is reached, and how it reaches this one, and start its agent."""
+        one.start_by = time.monotonic() + self.remote.timeout
+        host = self._name_elsewhere(one.place.host)
+        self._address(host)
+        self._files.allow(len(self._agents), len(self._driver.members))
+        one.place = HostRanks(host, ())
+        return super()._reach(one)
+
+    def _started(self, one: HostAgent, outcome: subprocess.Popen[bytes] | Exception) -> None:
+        super()._started(one, outcome)
+        if not one.lost:
+            store = {"COLLECTIVES_RENDEZVOUS": f"tcp://{self._addresses[one.place.host]}"}
+            one.send(self.command, {**self.environment, **store}, 0, self._config.peer_timeout)
 
     def _name_elsewhere(self, host: str) -> str:
         """The name by which `remote` reaches a host; empty: it is this one."""
         return "" if ssh.is_here(host) else host
 
-    def _variables(self, start: Start, remote: str) -> dict[str, str]:
+    def _variables(self, start: Start) -> dict[str, str]:
         """Return a member's own variables, which name it and its place as of now."""
         places = [member.place for member in self._driver.members.values()]
         peers = [host for host in self._driver.hosts.slots if (host, start.slot) in places]
@@ -219,7 +211,6 @@ class ElasticAgents(Agents):
             "COLLECTIVES_LOCAL_RANK": str(start.slot),
             "LOCAL_RANK": str(start.slot),
             "LOCAL_WORLD_SIZE": str(place["LOCAL_SIZE"]),
-            "COLLECTIVES_RENDEZVOUS": f"tcp://{self._address(remote)}",
         }
         if self._as_horovod:
             place |= {"CROSS_RANK": peers.index(start.host), "CROSS_SIZE": len(peers)}
@@ -227,13 +218,12 @@ class ElasticAgents(Agents):
             variables |= {"HOROVOD_HOSTNAME": start.host, "HOROVOD_ELASTIC": "1"}
         return variables
 
-    def _address(self, host: str) -> str:
-        """Return where a host reaches the store; empty: this one."""
+    def _address(self, host: str) -> None:
+        """Find out where a host reaches the store; empty: this one."""
         if host not in self._addresses:
             address = ssh.address_for([host], self._config.network_interface, self.remote)
-            listening = [known for known in self._addresses.values() if known.rpartition(":")[0] == address]
+            listening = [known for known in list(self._addresses.values()) if known.rpartition(":")[0] == address]
             self._addresses[host] = listening[0] if listening else network.joined(*self._server.listen(address))
-        return self._addresses[host]
 
     def _release_agents(self, now: float) -> None:
         """End agents on hosts that are not used any more."""
@@ -241,7 +231,9 @@ class ElasticAgents(Agents):
             if not self._driver.hosts.usable(host, now):
                 self._by_host.pop(host).order("end")
         for one in set(self._agents) - set(self._by_host.values()):
-            if one.process.poll() is not None and not one.ended and (one.done or one.lost):
+            if one.process is None and one.lost:
+                self._agents.remove(one)
+            elif one.process is not None and one.has_ended() and not one.ended and (one.done or one.lost):
                 self._output.detach(one.words.fileno())
                 one.close()
                 self._agents.remove(one)
@@ -284,5 +276,9 @@ class ElasticAgents(Agents):
         if self._discovery is not None:
             self._discovery.close()
         super().close()
-        for file in self._event_files:
-            file.close()
+        self._writer.close(_WRITTEN_WITHIN)
+
+
+def _append(file: FileIO, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]

@@ -38,18 +38,22 @@ class HostAgent:
     """One agent; ``with_input``: whether the first rank that it starts gets this process's stdin, if it is here.
 
     Attributes:
+        process: what runs it; None: it has not been started yet.
         ready, done, lost: how far it is: it has answered; its ranks have ended; it is given up.
         left: the ranks that run.
         ended: ranks that have ended, each with its exit code.
         died: records of ranks that have ended with a failure; ``died_at``: when the first has, on the monotonic clock.
         heard: when it last said anything; ``start_by``: by when it has to.
         pending: orders that are not written yet.
+        closed: whether it cannot be read from or written to: not yet, or no more.
         free_port, address: of its host, once it is ready; the address is empty where ssh does not tell it.
     """
 
     def __init__(self, place: HostRanks, environment: Mapping[str, str], remote: ssh.Ssh, *, with_input: bool) -> None:
         self.place = place
-        self.ready = self.done = self.lost = self.closed = self._ending = False
+        self.process: subprocess.Popen[bytes] | None = None
+        self.ready = self.done = self.lost = self._ending = False
+        self.closed = True
         self.left = set(place.ranks)
         self.ended: list[tuple[int, int]] = []
         self.died: list[Record] = []
@@ -58,17 +62,24 @@ class HostAgent:
         self.pending = bytearray()
         self.free_port = self.address = ""
         self._received = b""
-        command = [sys.executable, "-I", "-S", agent.__file__]
-        self.start_by, self._remote = 0.0, remote
-        self._command = remote.command(place.host, command) if place.host else command
+        self.start_by, self._remote = float("inf"), remote
         self._environment = environment
-        self._with_input = with_input and not place.host
+        self._with_input = with_input
         self._stdin: int | None = None
 
-    def start(self, prepare: Callable[[], object]) -> None:
-        """Start the agent, or the command that starts it on another host; ``prepare`` is called in the child."""
-        self.start_by = time.monotonic() + self._remote.timeout
-        if self._with_input:
+    def start(self, prepare: Callable[[], object]) -> subprocess.Popen[bytes]:
+        """Start the agent, or the command that starts it on another host; in any thread. `attach` follows, in the loop.
+
+        Args:
+            prepare: is called in the child.
+
+        Raises:
+            Exception: whatever prevents that.
+        """
+        command = [sys.executable, "-I", "-S", agent.__file__]
+        if self.place.host:
+            command = self._remote.command(self.place.host, command)
+        elif self._with_input:
             self._stdin = os.dup(0)
         die_with_parent = agent.die_with_parent()
 
@@ -76,8 +87,8 @@ class HostAgent:
             die_with_parent()
             prepare()
 
-        self.process = subprocess.Popen(
-            self._command,
+        process = subprocess.Popen(
+            command,
             env=dict(self._environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -86,15 +97,32 @@ class HostAgent:
             start_new_session=True,
             preexec_fn=in_child,
         )
-        assert self.process.stdin and self.process.stdout and self.process.stderr
-        self.orders: IO[bytes] = self.process.stdin
-        self.answers: IO[bytes] = self.process.stdout
-        self.words: IO[bytes] = self.process.stderr
+        if self.lost:
+            process.kill()  # nothing may be there any more that would end it
+        return process
+
+    def attach(self, process: subprocess.Popen[bytes]) -> None:
+        """Take over what `start` has returned."""
+        assert process.stdin and process.stdout and process.stderr
+        self.process = process
+        self.orders: IO[bytes] = process.stdin
+        self.answers: IO[bytes] = process.stdout
+        self.words: IO[bytes] = process.stderr
         for file in (self.orders, self.answers):
             os.set_blocking(file.fileno(), False)
+        self.closed = False
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self.process is not None and self.process.poll() is not None
+
+    def signal(self, number: int) -> None:
+        """Send the process a signal, if there is one."""
+        if self.process is not None:
+            self.process.send_signal(number)
 
     def send(self, command: Sequence[str], environment: Mapping[str, str], size: int, peer_timeout: float) -> None:
-        """Send the task. An agent without ranks stays, and starts those that `begin` sends later."""
+        """Send the task, before all orders. An agent without ranks stays, and starts those that `begin` sends."""
         host = self.place.host
         task = {
             "command": list(command),
@@ -114,7 +142,7 @@ class HostAgent:
             "stays": not self.place.ranks,
             "most_stopped": peer_timeout,
         }
-        self.pending += json.dumps(task).encode() + b"\n"
+        self.pending[:0] = json.dumps(task).encode() + b"\n"
         self.heard = time.monotonic()
 
     def begin(self, rank: int, variables: Mapping[str, str]) -> None:
@@ -125,7 +153,7 @@ class HostAgent:
     def order(self, order: str) -> None:
         """Send an order."""
         self._ending = self._ending or order in ("end", "kill")
-        if not self.closed:
+        if not self.closed or self.process is None:
             self.pending += f"{order}\n".encode()
 
     def write(self) -> None:
@@ -167,8 +195,9 @@ class HostAgent:
                 self.died_at = min(self.died_at, now)
 
     def close(self) -> None:
-        """Close the streams."""
-        for file in (self.orders, self.answers, self.words):
+        """Close the streams; what has not been started is not started any more."""
+        self.lost = True
+        for file in (self.orders, self.answers, self.words) if self.process is not None else ():
             with contextlib.suppress(OSError):
                 file.close()
         if self._stdin is not None:

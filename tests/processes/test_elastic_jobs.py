@@ -235,7 +235,7 @@ def test_the_first_member_gets_the_launchers_input() -> None:
 def test_a_discovery_script_that_fails_at_first_ends_the_job(script: str, problem: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "collectives.launch", "-np", "2", "--host-discovery-script", script, "true"]
     shown = run_command(command, timeout=30, expect=1).output
-    assert shown.rstrip().rpartition("\n")[2].startswith(f"collectivesrun: --host-discovery-script: {problem}")
+    assert shown.rstrip().rpartition("\n")[2].startswith(f"collectivesrun: host discovery: {problem}")
 
 
 def agents(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

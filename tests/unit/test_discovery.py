@@ -16,6 +16,10 @@ def test_hosts_and_slots() -> None:
     found = run_script("printf 'a:2\\n\\n b \\n[::1]:3\\n'; echo warning >&2", 4)
     assert found == (Host("a", 2), Host("b", 4), Host("[::1]", 3))
     assert run_script("true", 1) == ()
+    assert run_script("printf 'a:0\\nb:1\\n[::1]:0 # drained\\nc slots = 00\\nd0\\n'", 4) == (
+        Host("b", 1),
+        Host("d0", 4),
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,25 @@ def test_a_script_that_hangs_is_ended(script: str, monkeypatch: pytest.MonkeyPat
     begin = time.monotonic()
     assert run_script(script, 1) == "it has not ended within 0.2 s"
     assert time.monotonic() - begin < 20
+
+
+def test_a_function_that_raises_is_told_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "EVERY", 0.0)
+    told: queue.Queue[Found] = queue.Queue()
+    failures = iter([KeyError("NodeID"), OSError("no route")])
+
+    def look() -> Found:
+        for failure in failures:
+            raise failure
+        return (Host("a"),)
+
+    watching = Discovery(look, told.put)
+    try:
+        words = ["it has raised KeyError: 'NodeID'", "it has raised OSError: no route"]
+        assert [told.get(timeout=10) for _ in range(3)] == [*words, (Host("a"),)]
+    finally:
+        watching.close()
+    watching._thread.join(10)
 
 
 def test_news_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

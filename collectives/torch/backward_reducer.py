@@ -35,7 +35,7 @@ from collectives.schedules.registry import REPRODUCIBLE
 from collectives.torch import gradient_agreement
 from collectives.torch.buckets import GradientBucket, SparseBucket, ViewedBucket, arrange
 from collectives.torch.gradient_agreement import Tally
-from collectives.torch.gradient_slot import DENSE, GradientSlot, install_hook, may_thaw, take_over
+from collectives.torch.gradient_slot import DENSE, GradientSlot, install_hook, may_thaw, remove_hooks, take_over
 from collectives.torch.guard import Guard, compiles, grad_of, graph_task, in_backward_elsewhere
 from collectives.torch.kept_gradients import KeptGradients
 from collectives.worlds.runtime import world_of
@@ -85,7 +85,7 @@ class BackwardReducer:
         """Newer reducers and optimizers of some of the parameters."""
         self._guard = Guard(self.combine_for_read, self.refuse)
         self._hooks: list[Any] = []
-        weakref.finalize(self, _remove, self._hooks, self._guard)
+        weakref.finalize(self, remove_hooks, self._hooks, self._guard)
         self.add(named, groups)
 
     def add(self, named: Sequence[tuple[str, Any]], groups: Sequence[Sequence[Any]] = ()) -> None:
@@ -454,12 +454,6 @@ def holds_back(world: World) -> bool:
     cores = os.cpu_count() or 1
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     return min(own, cores // world.local_size) <= 1
-
-
-def _remove(hooks: list[Any], guard: Guard) -> None:
-    guard.disarm()
-    for hook in hooks:
-        hook.remove()
 
 
 def _first_error(functions: Sequence[Callable[[], Any]], first: Exception | None = None) -> Exception | None:

@@ -4,7 +4,7 @@ when that is complete."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from collectives.base.errors import InvalidArgumentError
 from collectives.torch.compiled import untraced
 from collectives.torch.gradient_memory import GradientPlace
-from collectives.torch.guard import grad_of
+from collectives.torch.guard import Guard, grad_of
 from collectives.worlds.local_world import bound
 
 if TYPE_CHECKING:
@@ -138,6 +138,13 @@ def install_hook(slot: GradientSlot, reducer: weakref.ref[Any]) -> Any:
     return handle
 
 
+def remove_hooks(hooks: Iterable[Any], guard: Guard) -> None:
+    """Leave the parameters as they were."""
+    guard.disarm()
+    for hook in hooks:
+        hook.remove()
+
+
 def take_over(params: Iterable[Any], newer: Any) -> None:
     """Have the reducers of earlier optimizers leave the parameters that they share with these to ``newer``."""
     for param in params:
@@ -151,3 +158,8 @@ def take_over(params: Iterable[Any], newer: Any) -> None:
 def may_thaw(param: Any) -> bool:
     """Whether a frozen parameter can ever require gradients."""
     return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
+
+
+def numbered(group: int, params: Sequence[Any]) -> list[tuple[str, Any]]:
+    """The parameters of one of an optimizer's groups, with names for those that the program has not named."""
+    return [(f"allreduce.noname.{group}.{number}", param) for number, param in enumerate(params)]

@@ -23,7 +23,7 @@ from collectives.tensors.compression import Compression
 from collectives.torch.adasum import AdasumSteps
 from collectives.torch.backward_reducer import BackwardReducer
 from collectives.torch.compiled import untraced
-from collectives.torch.gradient_slot import take_over
+from collectives.torch.gradient_slot import numbered
 from collectives.torch.state import refuse_unreachable
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.runtime import communicates, global_process_set, world_of
@@ -143,7 +143,6 @@ def DistributedOptimizer(
         vars(optimizer)["_opt_called"] = True
     if kind is AdasumSteps:
         result.begin(compression, process_set, named, _label(named, process_set))
-        take_over((param for _, param in named), result)
         return result
     result.begin(options.backward_passes_per_step, named)
     if together or (algorithm == REPRODUCIBLE and backward_passes_per_step > 1):
@@ -268,7 +267,7 @@ class GradientSteps:
         """As ``torch.optim.Optimizer.add_param_group``; the new parameters' gradients are combined, too."""
         super().add_param_group(param_group)  # type: ignore[misc]
         number = len(self.param_groups) - 1
-        named = _numbered(number, self.param_groups[number]["params"])
+        named = numbered(number, self.param_groups[number]["params"])
         self._parameter_names.update({param: name for name, param in named})
         if self._reducer is not None:
             self._reducer.add(named)
@@ -294,7 +293,7 @@ def _named(optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None) -
     """The optimizer's parameters in its order, with their names."""
     if named_parameters is None:
         return [
-            pair for number, group in enumerate(optimizer.param_groups) for pair in _numbered(number, group["params"])
+            pair for number, group in enumerate(optimizer.param_groups) for pair in numbered(number, group["params"])
         ]
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -329,10 +328,6 @@ def _label(named: list[tuple[str, Any]], process_set: ProcessSet) -> str:
         number = made[fingerprint]
     ends = " to ".join([*names[:1], *names[-1:]])
     return f"optimizer of {ends}, {len(names)} parameters, {fingerprint:08x}.{number}: "
-
-
-def _numbered(group: int, params: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [(f"allreduce.noname.{group}.{number}", param) for number, param in enumerate(params)]
 
 
 def _identity(param: Any) -> int:

@@ -387,3 +387,57 @@ def test_a_users_step_gets_its_own_arguments(hvd: Any, op: str) -> None:
     assert stepped(Scaled, 2, factor=0.25, closed=True) == -0.5 * slope
     assert stepped(Unclosed) == -slope
     assert stepped(Unclosed, 0.5) == stepped(Unclosed, factor=0.5) == -0.5 * slope
+
+
+def adasum(rows: Any) -> Any:
+    """Of a power of two of vectors."""
+    while len(rows) > 1:
+        a, b = rows[0::2], rows[1::2]
+        dots = (a * b).sum(1, keepdim=True)
+        rows = (1 - dots / (2 * a.square().sum(1, keepdim=True))) * a + (
+            1 - dots / (2 * b.square().sum(1, keepdim=True))
+        ) * b
+    return rows[0]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("unscales", [False, True])
+def test_all_ranks_skip_a_step_of_adasum_that_overflows_on_one(hvd: Any, unscales: bool) -> None:
+    size = 1 << (hvd.size().bit_length() - 1)
+    gradients = torch.randn(3, hvd.size(), 6, generator=torch.Generator().manual_seed(0)).double()
+    weight, bias = (torch.nn.Parameter(torch.zeros(n).double()) for n in (6, 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, bias], lr=1.0), op=hvd.Adasum)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    expected = torch.zeros(6).double()
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = (weight * gradients[step % 3, hvd.rank()]).sum()
+        scaler.scale(loss * (float("inf") if step == 1 and hvd.rank() == hvd.size() - 1 else 1.0)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
+        if step != 1:
+            expected -= adasum(gradients[step % 3])
+        if size == hvd.size():
+            torch.testing.assert_close(weight.detach(), expected)
+    for other in hvd.allgather_object(weight.detach()):
+        torch.testing.assert_close(weight.detach(), other, rtol=0, atol=0)
+    assert type(weight) is torch.nn.Parameter
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_leaves_out_a_step_of_adasum_is_told_everywhere(hvd: Any) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Adasum)
+    for _ in range(1 if hvd.rank() else 2):  # of two backward passes rank 0 uses the second
+        optimizer.zero_grad()
+        weight.sum().backward()
+    with pytest.raises(collectives.MismatchError, match=r"in the same step of Adasum.*\[M21\]"):
+        optimizer.step()
+    assert not weight.any()
+    weight.grad = None
+    weight.sum().backward()  # in a further step the ranks are together again
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((4,), -1.0))

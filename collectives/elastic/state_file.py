@@ -1,7 +1,8 @@
 """A state's file: its last commit, for processes that begin anew.
 
     line 1          JSON: what this is, and the version of the state
-    pickled         by part: the layout of its tensors, their bytes, and what is no tensor
+    pickled         by part: the layout of its tensors, their bytes, what is no tensor, and the forms with which the
+                    training began, which a state that reads the file must have, too
     the rest        the tensors' bytes, part after part
 
 It is written beside its place, and renamed when all of it is on the disk: it is as a commit has left it, or absent.
@@ -13,6 +14,7 @@ import json
 import os
 import pickle
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from collectives.base.errors import InvalidArgumentError
@@ -31,6 +33,7 @@ class StateFile:
 
     def __init__(self, path: str | os.PathLike[str], every: int) -> None:
         self._path, self._every = Path(path), every
+        self._forms: dict[str, dict[str, str]] = {}
 
     def write(self, shadow: Shadow, version: int) -> None:
         """Write the current copies, if it is time for that."""
@@ -38,7 +41,8 @@ class StateFile:
             return
         draft = self._path.with_name(f"{self._path.name}.{socket.gethostname()}.{os.getpid()}")
         copies = shadow.current
-        head = {name: (copy.layout, copy.buffer.nbytes, copy.rest) for name, copy in copies.items()}
+        forms = self._first_forms(shadow)
+        head = {name: (copy.layout, copy.buffer.nbytes, copy.rest, forms[name]) for name, copy in copies.items()}
         try:
             with draft.open("wb") as file:
                 file.write(json.dumps({"kind": _KIND, "version": version}).encode() + b"\n")
@@ -58,6 +62,7 @@ class StateFile:
         Raises:
             InvalidArgumentError: it is of another state, or no such file.
         """
+        present = self._first_forms(shadow)
         try:
             with self._path.open("rb") as file:
                 about = json.loads(file.readline(1000))
@@ -66,7 +71,8 @@ class StateFile:
                 head = pickle.load(file)
                 if list(head) != list(shadow.parts):
                     raise ValueError(f"it has {', '.join(head)}, and the state has {', '.join(shadow.parts)}")
-                for name, (layout, nbytes, rest) in head.items():
+                for name, (layout, nbytes, rest, forms) in head.items():
+                    _compare(forms, present[name])
                     copy = shadow.spare[name]
                     copy.fit(shadow.parts[name], layout)
                     if (copy.buffer.nbytes, file.readinto(copy.buffer.data)) != (nbytes, nbytes):
@@ -83,8 +89,21 @@ class StateFile:
             raise self._unfit(error) from error
         return int(about["version"])
 
+    def _first_forms(self, shadow: Shadow) -> dict[str, dict[str, str]]:
+        """By part, the forms of the tensors with which the training began, which may have changed since."""
+        self._forms = self._forms or {name: dict(part.described()) for name, part in shadow.parts.items()}
+        return self._forms
+
     def _unfit(self, error: Exception) -> InvalidArgumentError:
         return InvalidArgumentError(
             f"save_to: {self._path} is no file of this state ({type(error).__name__}: {error}): remove it, or give the "
             "path of another one [E34]"
         )
+
+
+def _compare(written: Mapping[str, str], present: Mapping[str, str]) -> None:
+    """Raise a ValueError if a state has begun with other tensors than that of the file."""
+    for subject in dict.fromkeys([*written, *present]):
+        one, other = written.get(subject, "not there"), present.get(subject, "not there")
+        if one != other:
+            raise ValueError(f"{subject} was {one} when its training began, and is {other} now")

@@ -76,7 +76,8 @@ def run(
 
 
 def of_elastic_job(folder: Path, code: int, what: str = "run") -> list[Any]:
-    """Return what the members have returned, by rank; those that finished before the last generation come last.
+    """Return what the members have returned, by rank in the last generation, and behind those what members have that
+    finished before it. None: this rank was lost after others had finished, with which the job is done.
 
     Raises:
         RankFailedError: the job has ended with an exit code; ``what`` begins its text.
@@ -89,9 +90,9 @@ def of_elastic_job(folder: Path, code: int, what: str = "run") -> list[Any]:
         texts += [event["text"] for event in events if event["event"] in ("gave_up", "died")][-1:]
         raise RankFailedError(f"{what}: the elastic job ended with exit code {code} [L5]: {texts[0] if texts else ''}")
     ranks: list[int] = next((event["members"] for event in reversed(events) if event["event"] == "generation"), [])
-    members = [int(path.name.removeprefix(RESULT.format(""))) for path in folder.glob(RESULT.format("*[0-9]"))]
-    members.sort(key=lambda member: (ranks.index(member) if member in ranks else len(ranks), member))
-    return [_returned(folder, member) for member in members]
+    finished = {int(path.name.removeprefix(RESULT.format(""))) for path in folder.glob(RESULT.format("*[0-9]"))}
+    members = [*ranks, *sorted(finished - set(ranks))]
+    return [_returned(folder, member) if member in finished else None for member in members]
 
 
 def _failure(folder: Path, rank: int) -> records.Record | None:

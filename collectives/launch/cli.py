@@ -295,10 +295,11 @@ def _start(
         meeting = node.meeting(options.node, ranks, os.environ)
         own = options.node.ranks(ranks)
         shown.statuses = Statuses(0)  # of this host's ranks
-        own_ranks = node.NodeRanks(own, ranks, meeting, words, environment, config, remote)
-        return _watched(options, program, own_ranks, shown)
+        of_this_host = node.NodeRanks(own, ranks, meeting, words, environment, config, remote)
+        return _watched(options, program, ranks, of_this_host, shown)
     if launcher is None:
-        return _watched(options, program, Agents(_places(ranks, hosts), words, environment, config, remote), shown)
+        of_all_hosts = Agents(_places(ranks, hosts), words, environment, config, remote)
+        return _watched(options, program, ranks, of_all_hosts, shown)
     environment = with_tools(launcher.path, environment)
     if ranks > 1:
         environment = {**_torchs_address(hosts, config, remote), **environment}
@@ -316,7 +317,7 @@ def _start(
     )
     if options.verbose:
         print(f"collectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
-    return _watched(options, program, MpiRanks(command, environment), shown)
+    return _watched(options, program, ranks, MpiRanks(command, environment), shown)
 
 
 def _start_elastic(
@@ -343,16 +344,30 @@ def _start_elastic(
         as_horovod=options.as_horovod,
     )
     shown.statuses = Statuses(0)
-    return _watched(options, program, members, shown)
+    return _watched(options, program, ranks, members, shown)
 
 
-def _watched(options: argparse.Namespace, program: Sequence[str], ranks: job.Ranks, shown: Output) -> int:
-    """Run a job while `collectives status` and, if so asked, browsers can see what its ranks do."""
+def _watched(options: argparse.Namespace, program: Sequence[str], size: int, ranks: job.Ranks, shown: Output) -> int:
+    """Run a job of ``size`` ranks while `collectives status` and, if so asked, browsers can see what its ranks do."""
     command = shlex.join(program)
     with status_server.serve(lambda: shown.statuses.snapshot(command), options.status_port) as address:
         if address:
             print(f"collectivesrun: status at {address}", file=sys.stderr, flush=True)
-        return job.run(ranks, shown)
+        code = job.run(ranks, shown)
+    if code or size == 1 or shown.records.joined:
+        return code
+    print(f"collectivesrun: {_all_alone(options.as_horovod, by_mpi=isinstance(ranks, MpiRanks))}", file=sys.stderr)
+    return 1 if options.as_horovod else 0
+
+
+def _all_alone(as_horovod: bool, *, by_mpi: bool) -> str:
+    """Return what to say of a job whose ranks have not joined each other: they may have done N times what one does."""
+    advice = [] if as_horovod else ["--as-horovod is for programs that import horovod"]
+    advice += [] if by_mpi else ["--launcher mpi for those that look for Open MPI's variables"]
+    return (
+        f"{'--as-horovod: ' if as_horovod else ''}no rank has called init(): unless the ranks have met otherwise (MPI, "
+        f"torch.distributed), each has done all of the work, alone{'; ' if advice else ''}{', '.join(advice)} [L141]"
+    )
 
 
 def _torchs_address(hosts: Sequence[Host], config: Config, remote: Ssh) -> dict[str, str]:

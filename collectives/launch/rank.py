@@ -11,7 +11,8 @@ sent as frames, each a line on stderr: launchers forward whole lines from every 
 the rank, one letter, the bytes with DLE and line feed escaped, and a line feed:
 
     o, e    the rank's stdout and stderr
-    r       the record that ``collectives.worlds.exit_hooks`` writes when the rank fails, a line of JSON
+    r       what ``collectives.worlds.exit_hooks`` writes: a line of JSON when the rank fails, and an empty line when it
+            has joined others
     x       how the rank has ended, seen from outside (an exception before ``init()``, ``kill -9``), a line of JSON
     s       what ``collectives.worlds.status`` says twice a second of what the rank does, lines of JSON
 

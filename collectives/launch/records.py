@@ -64,10 +64,12 @@ class Records:
     """The records of a job, as they arrive, and the end of each rank's stderr.
 
     Attributes:
+        joined: whether any rank has joined others, by ``init()`` or a backend of torch.distributed.
         first_done: of the rank that was the first to end with exit code 0.
     """
 
     def __init__(self) -> None:
+        self.joined = False
         self.first_done: Record | None = None
         self._records: dict[tuple[int, bool], Record] = {}
         self._rests: dict[tuple[int, bool], bytes] = {}
@@ -82,6 +84,7 @@ class Records:
 
     def add(self, rank: int, data: bytes, *, inside: bool) -> Record | None:
         """Add data of a rank's records, lines of JSON. Returns the first failure of each kind, once complete."""
+        self.joined = self.joined or inside
         *lines, self._rests[rank, inside] = (self._rests.get((rank, inside), b"") + data).split(b"\n")
         for line in lines:
             record = parse(line)

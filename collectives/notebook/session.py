@@ -77,7 +77,7 @@ class Session:
         size, hosts = size_and_hosts(options)
         elsewhere = [host.name for host in hosts if not ssh.is_here(host.name)]
         self._output: deque[tuple[bool, bytes]] = deque()
-        self._rests = {True: "", False: ""}
+        self._rests = {True: b"", False: b""}
         """The incomplete last line of each stream."""
         self._awaited = {True: 0, False: 0}
         """The marks that have yet to come, on each stream: also those of orders that were given up."""
@@ -174,11 +174,12 @@ class Session:
         """Show what the ranks have printed, in whole lines, or parts that end with a carriage return."""
         while self._output:
             is_error, data = self._output.popleft()
-            text = self._rests[is_error] + data.decode(errors="replace")
-            end = max(text.rfind("\n"), text.rfind("\r")) + 1
-            self._rests[is_error] = text[end:]
-            self._awaited[is_error] -= text[:end].count(MARK)
-            shown = _MARKED_LINE.sub("", text[:end]).replace(MARK, "")
+            data = self._rests[is_error] + data
+            end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+            self._rests[is_error] = data[end:]
+            text = data[:end].decode(errors="replace")  # a character may come in two pieces, a line's end does not
+            self._awaited[is_error] -= text.count(MARK)
+            shown = _MARKED_LINE.sub("", text).replace(MARK, "")
             if shown:
                 print(shown, end="", file=sys.stderr if is_error else sys.stdout, flush=True)
 

@@ -148,7 +148,8 @@ class ElasticRayExecutor:
             callbacks: functions that are called here with each value that rank 0 passes to `collectives.ray.log`.
 
         Returns:
-            What the ranks of the last generation have returned, by rank, and those that had finished before it.
+            What the ranks of the last generation have returned, by rank, with None for one that was lost after others
+            had finished; behind those, what members have that had finished before it.
 
         Raises:
             RankFailedError: the job could not go on; has the traceback of the failure.

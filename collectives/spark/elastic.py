@@ -67,7 +67,8 @@ def run_elastic(
         env, nics, horovods: as for `run`.
 
     Returns:
-        What the ranks of the last generation have returned, by rank, and those that had finished before it.
+        What the ranks of the last generation have returned, by rank, with None for one that was lost after others had
+        finished; behind those, what members have that had finished before it.
 
     Raises:
         RankFailedError: the job could not go on, or Spark has given the tasks up: in local mode already for one whose

@@ -17,6 +17,7 @@ from collectives.transport.stores import job_key
 from collectives.transport.stores.rendezvous import Place, exchange_of
 from collectives.transport.tcp.tcp_groups import Network
 from collectives.transport.threads import thread_groups
+from collectives.worlds import exit_hooks
 from collectives.worlds.world import World
 
 
@@ -59,6 +60,7 @@ class Connection:
             key = key or job_key.from_environment(os.environ)
             self._network = _connect(Place(rank, size, store, key, how), config, numbers)
             group = self._network.everyone
+            exit_hooks.tell_joined(os.environ.get(exit_hooks.RECORDS))
         turn = Turn()
         turn.needed = True  # parts are made by their members alone, of which other ranks learn nothing
         self.world = World(group, group.config or config, turn=turn)

@@ -128,11 +128,21 @@ def record(path: str, rank: int, failure: Failure) -> None:
         "time": time.time(),
         "host": socket.gethostname(),
     }
+    _write(path, json.dumps(entry).encode() + b"\n")
+
+
+def tell_joined(path: str | None) -> None:
+    """Tell ``collectivesrun``, by an empty line where records go, that this rank has joined others."""
+    if path:
+        _write(path, b"\n")
+
+
+def _write(path: str, line: bytes) -> None:
     with contextlib.suppress(OSError):
-        # A full pipe must not delay the exit.
+        # A full pipe must not delay the program.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
         try:
-            os.write(file, json.dumps(entry).encode() + b"\n")
+            os.write(file, line)
         finally:
             os.close(file)
 

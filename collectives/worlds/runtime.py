@@ -28,7 +28,7 @@ from collectives.transport.threads import thread_groups
 from collectives.worlds import connect, elastic_environment, elastic_jobs, status, succession, summary
 from collectives.worlds.default_world import default as default
 from collectives.worlds.default_world import global_process_set as global_process_set
-from collectives.worlds.exit_hooks import RECORDS, Hooks
+from collectives.worlds.exit_hooks import RECORDS, Hooks, tell_joined
 from collectives.worlds.process_sets import ProcessSet
 from collectives.worlds.world import World
 
@@ -140,6 +140,7 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Ask
             world = World(group, group.config or config)
         if world.size > 1 or default.job is not None:
             connect.take_place(asked)
+            tell_joined(os.environ.get(RECORDS))
         elif default.hooks is not None:
             default.hooks.remove()
             default.hooks = None

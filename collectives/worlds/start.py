@@ -43,7 +43,8 @@ def run(
         timeout: seconds after which the job is ended; None: no limit.
 
     Returns:
-        The function's results, by rank; of an elastic job those of its last generation.
+        The function's results, by rank. Of an elastic job by rank in its last generation, with None for one that was
+        lost after others had finished; behind those, the results of members that finished before it.
 
     Raises:
         InvalidArgumentError: ``np`` and ``num_proc`` differ, an option cannot be understood, or the function cannot be

@@ -102,7 +102,7 @@ def test_a_failure_ends_the_job_and_is_shown_last(
     )
 
 
-def test_a_good_job(no_mpi: dict[str, str], tmp_path: Path) -> None:
+def test_ranks_start_well_and_are_told_that_they_never_join(no_mpi: dict[str, str], tmp_path: Path) -> None:
     program = script(
         tmp_path,
         """
@@ -117,8 +117,12 @@ print("an error", file=sys.stderr)
     secret = secrets.token_hex(32)
     with command_lines() as lines:
         result = run_command(
-            [*LAUNCHER, "-np", "2", *options, *program, *hostile], timeout=30, env={**no_mpi, "HOROVOD_SECRET": secret}
+            [*LAUNCHER, "-np", "2", *options, *program, *hostile],
+            timeout=30,
+            env={**no_mpi, "HOROVOD_SECRET": secret},
+            expect=1,
         )
+    assert "--as-horovod: no rank has called init()" in result.output
     assert any(b"agent.py" in line for line in lines) and not any(secret.encode() in line for line in lines)
     for rank in range(2):
         said = f"{rank} 2 {rank} {rank} 2 ring {hostile} \n"

@@ -184,3 +184,9 @@ def test_multiprocessing_children_work_and_touch_nothing() -> None:
         "[-1, 2]))"
     )
     assert ended(program, 0).stdout.splitlines() == ["[1, 2]", "LEAVE"]
+
+
+def test_that_a_rank_has_joined_is_told_by_an_empty_line(tmp_path: Path) -> None:
+    exit_hooks.tell_joined(None)
+    exit_hooks.tell_joined(str(tmp_path / "records"))
+    assert (tmp_path / "records").read_bytes() == b"\n"

@@ -4,7 +4,9 @@ launcher's."""
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import pickle
 import site
 import subprocess
 import sys
@@ -37,6 +39,20 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_are_looked_at(options: list[str], np: int, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         run(len, ("abc",), np=np, options=options)
+
+
+def test_a_result_stands_at_its_ranks_place_whoever_is_lost(tmp_path: Path) -> None:
+    """Members 4, 1 and 3 were ranks 0 to 2 at last; 1 was lost near the end, 2 had finished before."""
+    events = [
+        {"event": "generation", "members": [1, 2, 4]},
+        {"event": "generation", "members": [4, 1, 3]},
+        {"event": "died", "member": 1},
+        {"event": "done", "failed": []},
+    ]
+    (tmp_path / api.EVENTS).write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    for member in (2, 3, 4):
+        (tmp_path / api.RESULT.format(member)).write_bytes(pickle.dumps(f"of {member}"))
+    assert api.of_elastic_job(tmp_path, 0) == ["of 4", None, "of 3", "of 2"]
 
 
 def test_what_cannot_be_pickled_is_refused() -> None:

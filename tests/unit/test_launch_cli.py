@@ -48,6 +48,7 @@ def started(monkeypatch: pytest.MonkeyPatch, environments: list[dict[str, str]])
         commands.append(ranks.command)
         settings = ranks.environment.items()
         environments.append({name: text for name, text in settings if name.startswith(("COLLECTIVES_", "HOROVOD_"))})
+        output.records.joined = True
         return 0
 
     monkeypatch.setattr(job, "run", run)
@@ -260,7 +261,13 @@ def test_in_a_job_the_batch_system_starts_ranks_also_of_elastic_jobs(
 def by_agents(monkeypatch: pytest.MonkeyPatch) -> list[Agents]:
     """Have nothing started; return the ranks that would have been, without MPI."""
     found: list[Agents] = []
-    monkeypatch.setattr(job, "run", lambda ranks, output: found.append(ranks) or 0)
+
+    def run(ranks: Agents, output: Output) -> int:
+        found.append(ranks)
+        output.records.joined = True
+        return 0
+
+    monkeypatch.setattr(job, "run", run)
     monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
     return found
 
@@ -553,3 +560,43 @@ def test_version_help_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLECTIVES_NETWORK", "tcp")
     over_tcp = shown("-H", "a:2,b:2", "--show-plan")
     assert re.search(r"^allreduce +4 B +inline .* data travels with the round", over_tcp, re.M), over_tcp
+
+
+@pytest.mark.parametrize(
+    ("options", "joined", "failed", "code", "words"),
+    [
+        (
+            [],
+            False,
+            0,
+            0,
+            "each has done all of the work, alone; --as-horovod is for programs that import horovod [L141]",
+        ),
+        (["--launcher=ssh"], False, 0, 0, "--launcher mpi for those that look for Open MPI's variables [L141]"),
+        (["--as-horovod"], False, 0, 1, "--as-horovod: no rank has called init()"),
+        (["--as-horovod", "--launcher=ssh"], False, 0, 1, "alone; --launcher mpi for those"),
+        (["--as-horovod", "--min-np=2"], False, 0, 1, "alone; --launcher mpi for those"),
+        (["--as-horovod"], True, 0, 0, ""),
+        (["--as-horovod"], False, 3, 3, ""),
+        (["--as-horovod", "-np=1"], False, 0, 0, ""),
+    ],
+)
+def test_ranks_that_never_join_each_other_are_noticed(
+    options: list[str],
+    joined: bool,
+    failed: int,
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(ranks: job.Ranks, output: Output) -> int:
+        if joined:
+            output.records.add(0, b"\n", inside=True)
+        return failed
+
+    monkeypatch.setattr(job, "run", run)
+    monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
+    assert cli.main(["-np=2", *options, sys.executable]) == code
+    shown = capsys.readouterr().err
+    assert words in shown and ("L141" in shown) == bool(words)

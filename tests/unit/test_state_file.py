@@ -80,6 +80,21 @@ def test_the_file_of_another_state_is_refused(tmp_path: Path) -> None:
         file.load(shadow_of(Owner(2)))
 
 
+def test_a_file_of_other_shapes_is_refused_and_one_whose_arrays_grew_is_not(tmp_path: Path) -> None:
+    file, writer = StateFile(tmp_path / "state", 1), Owner(5.0)
+    file.write(shadow_of(writer), 1)
+    other = Owner(2.0)
+    other.weights = np.zeros((10, 100))
+    reason = r"'weights' was float64 of shape \(1000,\) when .* is float64 of shape \(10, 100\) now"
+    with pytest.raises(InvalidArgumentError, match=reason):
+        StateFile(tmp_path / "state", 1).load(shadow_of(other))
+    assert other.epoch == 2 and not other.weights.any()
+    writer.weights = np.full(3000, 6.0)
+    file.write(shadow_of(writer), 2)
+    reader = Owner(2.0)
+    assert StateFile(tmp_path / "state", 1).load(shadow_of(reader)) == 2 and reader.weights.tolist() == [6.0] * 3000
+
+
 def test_a_state_goes_on_from_its_file(tmp_path: Path) -> None:
     collectives.init()
     try:

@@ -87,16 +87,21 @@ class HostAgent:
             die_with_parent()
             prepare()
 
-        process = subprocess.Popen(
-            command,
-            env=dict(self._environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=() if self._stdin is None else (self._stdin,),
-            start_new_session=True,
-            preexec_fn=in_child,
-        )
+        passed = self._remote.passed(command) if self.place.host else ()
+        try:
+            process = subprocess.Popen(
+                command,
+                env=dict(self._environment),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=passed if self._stdin is None else (self._stdin, *passed),
+                start_new_session=True,
+                preexec_fn=in_child,
+            )
+        finally:
+            for descriptor in passed:
+                os.close(descriptor)
         if self.lost:
             process.kill()  # nothing may be there any more that would end it
         return process

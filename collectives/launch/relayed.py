@@ -6,70 +6,83 @@ launcher -> relay.py = sockets = agent.py, a child of a process that Ray or Spar
 from __future__ import annotations
 
 import os
-import secrets
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from collectives.launch import agent, relay
+from collectives.launch import agent, relay, ssh
 from collectives.launch.elastic_agents import ElasticAgents
+from collectives.transport.tcp import listener
 
-_CONNECT_WITHIN = 10.0
-_LOOK = 0.02
+_RELAY = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from collectives.launch.relay import main
+sys.exit(main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+"""
+"""A program that is the relay, with the package from the folder that is its first argument, without site-packages."""
+_PACKAGES = str(Path(__file__).parents[2])
 
 
-def make_relay(folder: str, address: str, timeout: float) -> tuple[int, str, list[str]]:
-    """Prepare a relay that listens at an address of this host.
+@dataclass(frozen=True)
+class Relayed(ssh.Ssh):
+    """Reaches hosts by processes of another system there, in place of ssh. A host is named ``ADDRESS/...``.
 
-    Returns:
-        Its port, its key, and the command that runs it.
+    Attributes:
+        folder: of the user alone, for the relays' files.
+        key: of the job's relays, in hexadecimal; who asks for an agent brings it to the process there.
     """
-    port, key = agent.free_port(), secrets.token_hex(32)
-    path = Path(folder, f"relay-{port}")
-    path.touch(mode=0o600)
-    path.write_text(f"{address} {port} {key} {timeout:g}", encoding="ascii")
-    return port, key, [sys.executable, "-I", "-S", relay.__file__, str(path)]
+
+    folder: str = ""
+    key: str = ""
+
+    def make_relay(self, address: str) -> tuple[int, list[str]]:
+        """Listen at an address of this host, for the agent of another one.
+
+        Returns:
+            The port, and the command of the relay, which needs what `passed` returns.
+        """
+        server = listener.listening(address)
+        port: int = server.getsockname()[1]
+        path = Path(self.folder, f"relay-{port}")
+        path.touch(mode=0o600, exist_ok=False)
+        path.write_text(f"{self.key} {self.timeout:g}", encoding="ascii")
+        words = [str(server.detach()), str(port), str(path)]
+        return port, [sys.executable, "-I", "-S", "-c", _RELAY, _PACKAGES, *words]
+
+    def passed(self, command: Sequence[str]) -> Sequence[int]:
+        return [int(command[-3])]
+
+    def address(self, host: str) -> str:
+        return host.partition("/")[0]
 
 
 def start_agent(
     address: str, port: int, key: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start an agent whose standard streams are connections to a relay; ConnectionRefusedError: there is none.
+    """Start an agent whose standard streams are connections to a relay.
 
     Args:
         environment: more variables of the agent, and of its ranks.
+
+    Raises:
+        ConnectionError: the relay has ended.
+        TransportError: what listens there is no relay of this job.
     """
-    streams = {}
-    for name in ("orders", "words"):
-        streams[name] = _connect(address, port)
-        streams[name].settimeout(None)
-        streams[name].sendall(f"{key} {name}\n".encode())
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", agent.__file__],
-        stdin=streams["orders"].fileno(),
-        stdout=streams["orders"].fileno(),
-        stderr=streams["words"].fileno(),
-        start_new_session=True,
-        env={**os.environ, **(environment or {})},
-    )
-    for stream in streams.values():
-        stream.close()
-    return process
-
-
-def _connect(address: str, port: int) -> socket.socket:
-    """Connect with a relay, which starts at the same time."""
-    end = time.monotonic() + _CONNECT_WITHIN
-    while True:
-        try:
-            return socket.create_connection((address, port), _CONNECT_WITHIN)
-        except ConnectionRefusedError:
-            if time.monotonic() > end:
-                raise
-        time.sleep(_LOOK)  # nothing tells when a port is listened at
+    with (
+        listener.dialled(address, port, bytes.fromhex(key), relay.hello(port, "orders")) as orders,
+        listener.dialled(address, port, bytes.fromhex(key), relay.hello(port, "words")) as words,
+    ):
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", agent.__file__],
+            stdin=orders.fileno(),
+            stdout=orders.fileno(),
+            stderr=words.fileno(),
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
 
 
 class RelayedAgents(ElasticAgents):

@@ -51,6 +51,10 @@ class Ssh:
             *("--", _bare(host), f"exec {shlex.join([*self.before, *words])}"),
         ]
 
+    def passed(self, command: Sequence[str]) -> Sequence[int]:
+        """Return the descriptors that what `command` has returned needs; the caller closes them when it has started."""
+        return ()
+
     def address(self, host: str) -> str:
         """Return the name or address to which ssh connects for a host, whose configuration may call it otherwise."""
         with suppress(OSError, subprocess.TimeoutExpired, MissingDependencyError):

@@ -13,11 +13,12 @@ import signal
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from typing import Any
 
 import collectives
 from collectives.base.errors import is_consequence
+from collectives.transport.tcp.listener import dialled
 from collectives.worlds import runtime
 
 VARIABLE = "COLLECTIVES_NOTEBOOK"
@@ -122,4 +123,4 @@ class Rank:
 def main() -> None:
     """Connect with the notebook, and serve it."""
     host, port, key = os.environ.pop(VARIABLE).split()
-    Rank(Client((host, int(port)), authkey=bytes.fromhex(key))).serve()
+    Rank(Connection(dialled(host, int(port), bytes.fromhex(key), b"").detach())).serve()

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import queue
 import re
-import secrets
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
@@ -25,12 +24,13 @@ from collectives.launch.agent import die_with_parent
 from collectives.launch.api import search_path
 from collectives.launch.hosts import Host
 from collectives.notebook.rank import END, INTERRUPT, MARK, VARIABLE
+from collectives.transport.tcp.authentication import make_key
+from collectives.transport.tcp.listener import Listener
+from collectives.transport.tcp.service import Service
 
 _LOOK = 0.05
 """Seconds between two looks at the ranks' output."""
 _START_WITHIN = 120.0
-_HANDSHAKE_WITHIN = 10
-"""Whole seconds."""
 _GRACE = 1.0
 """Seconds after a rank's error in which the others may end the cell by themselves; then they are told."""
 _OUTPUT_WITHIN = 2.0
@@ -91,9 +91,11 @@ class Session:
         self._cells = 0
         self._is_stale = False
         self.alive = False
-        key = secrets.token_bytes(32)
-        with socket.create_server((ssh.address_for(elsewhere, "", ssh.Ssh()), 0), backlog=size) as listener:
-            host, port = listener.getsockname()
+        key, service, arrived = make_key(), Service(), queue.SimpleQueue[socket.socket]()
+        with contextlib.closing(service):
+            address = ssh.address_for(elsewhere, "", ssh.Ssh())
+            listener = Listener(service, address, 0, key, lambda hello, peer: arrived.put(peer))
+            host, port = listener.address
             environment = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(search_path()),
@@ -114,16 +116,17 @@ class Session:
             for pipe, is_error in ((self._process.stdout, False), (self._process.stderr, True)):
                 threading.Thread(target=self._read, args=(pipe, is_error), daemon=True).start()
             try:
-                self._connections = self._accept(listener, size, key)
+                self._connections = self._accept(arrived, size)
             except BaseException:
                 self.close()
                 raise
+            finally:
+                listener.close()
         self.alive = True
 
-    def _accept(self, listener: socket.socket, size: int, key: bytes) -> list[Connection]:
+    def _accept(self, arrived: queue.SimpleQueue[socket.socket], size: int) -> list[Connection]:
         """The ranks' connections, in the order of ranks."""
         came: dict[int, tuple[Connection, tuple[int, str]]] = {}
-        listener.settimeout(_LOOK)
         end = time.monotonic() + _START_WITHIN
         while len(came) < size:
             if self._process.poll() is not None:
@@ -136,24 +139,17 @@ class Session:
                     f"%%collectives: {len(came)} of {size} ranks were there after {_START_WITHIN:g} s; what they have "
                     "printed is above [L127]"
                 )
-            with contextlib.suppress(TimeoutError):
-                peer, _ = listener.accept()
-                threading.Thread(target=self._hear, args=(peer, key, came), daemon=True).start()
+            with contextlib.suppress(queue.Empty):
+                peer = arrived.get(timeout=_LOOK)
+                threading.Thread(target=self._hear, args=(peer, came), daemon=True).start()
             self.show_output()
         self.ranks = [came[rank][1] for rank in range(size)]
         return [came[rank][0] for rank in range(size)]
 
-    def _hear(self, peer: socket.socket, key: bytes, came: dict[int, tuple[Connection, tuple[int, str]]]) -> None:
+    def _hear(self, peer: socket.socket, came: dict[int, tuple[Connection, tuple[int, str]]]) -> None:
         """Receive what a rank says. In a thread, because an interrupt in the middle of a message would lose it."""
-        with peer:
-            connection = Connection(os.dup(peer.fileno()))
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HANDSHAKE_WITHIN, 0))
-            try:
-                deliver_challenge(connection, key)
-                answer_challenge(connection, key)
-            except Exception:  # no rank: anyone may connect, and say anything
-                return
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        peer.setblocking(True)
+        connection = Connection(peer.detach())
         try:
             rank, process, host = connection.recv()
             came[rank] = connection, (process, host)

@@ -29,6 +29,7 @@ from collectives.launch.output import Output
 from collectives.launch.relayed import RelayedAgents
 from collectives.ray.nodes import LOG, LOOK, Hosts, Remote, Slot, signal_on
 from collectives.ray.worker import tell
+from collectives.transport.tcp.authentication import make_key
 
 _WIDTH = 4
 _END_WITHIN = 20.0
@@ -223,7 +224,15 @@ class _Launcher:
         with tempfile.TemporaryDirectory(prefix="collectives-ray-") as folder:
             os.chdir(folder)  # the folder in which ranks start, on all nodes
             config = Config.from_environment(environment)
-            remote = Remote(timeout=timeout, folder=folder, call=call, slot=slot, most=rules.largest, queue=queue)
+            remote = Remote(
+                timeout=timeout,
+                folder=folder,
+                key=make_key().hex(),
+                call=call,
+                slot=slot,
+                most=rules.largest,
+                queue=queue,
+            )
             if queue is not None:
                 environment = {**environment, LOG: folder}
             program = [sys.executable, "-m", "collectives.launch.run_function", folder]

@@ -22,7 +22,8 @@ from ray._private.state import available_resources_per_node  # nothing public sa
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from collectives.launch import relayed, ssh
+from collectives.base.user_folder import user_folder
+from collectives.launch import relayed
 from collectives.launch.api import CALL
 from collectives.launch.discovery import Found
 from collectives.launch.hosts import Host
@@ -96,8 +97,7 @@ class Node:
     """
 
     def __init__(self, folder: str, call: bytes) -> None:
-        self._folder = Path(folder)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = user_folder(Path(folder))
         (self._folder / CALL).write_bytes(call)
         self._queue: Any = None
 
@@ -155,8 +155,8 @@ class _Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Remote(ssh.Ssh):
-    """Reaches nodes by an actor on each of them, in place of ssh.
+class Remote(relayed.Relayed):
+    """Reaches nodes by an actor on each of them.
 
     Attributes:
         timeout: seconds within which Ray has to start it.
@@ -164,7 +164,6 @@ class Remote(ssh.Ssh):
         queue: where what rank 0 has logged is brought.
     """
 
-    folder: str = ""
     call: bytes = b""
     slot: Slot = Slot()
     most: int | None = None
@@ -201,13 +200,9 @@ class Remote(ssh.Ssh):
         handle = actor.remote(self.folder, self.call)
         self.held[host] = _Held(handle, number, handle.__ray_ready__.remote(), time.monotonic() + self.timeout)
         address = ray.util.get_node_ip_address()
-        port, key, command = relayed.make_relay(self.folder, address, self.timeout)
-        handle.run.remote(address, port, key, self.queue)
+        port, command = self.make_relay(address)
+        handle.run.remote(address, port, self.key, self.queue)
         return command
-
-    def address(self, host: str) -> str:
-        """The address of a node."""
-        return host.partition("/")[0]
 
     def collect(self) -> None:
         """Bring what ranks have left on the nodes that are alive into this process's folder."""

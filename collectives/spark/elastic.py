@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from collectives.base.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError, TransportError
+from collectives.base.user_folder import user_folder
 from collectives.launch import held_slots
 from collectives.launch.agent import die_with_parent
 from collectives.launch.api import CALL, FAILURE, RESULT, of_elastic_job, pickled, search_path
@@ -22,10 +23,10 @@ from collectives.launch.elastic_terms import Rules
 from collectives.launch.relayed import start_agent
 from collectives.spark.jobs import LOOK, Job, active_context, number_of_ranks, start_within, variables_of
 from collectives.spark.runner import check_options
+from collectives.transport.tcp.listener import dialled
 
 _OURS = ("COLLECTIVES_", "HOROVOD_")
 _ELASTIC_TIMEOUT = 600.0
-_CONNECT_WITHIN = 10.0
 _END_WITHIN = 10.0
 
 
@@ -145,14 +146,11 @@ class _Holder:
     def __call__(self, _: Iterator[int]) -> Iterator[tuple[str, bytes]]:
         folder = Path(self._folder)
         try:
-            with socket.create_connection(self._launcher, _CONNECT_WITHIN) as connection:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                (folder / CALL).write_bytes(self._call)
-                connection.settimeout(None)
-                connection.sendall(f"{self._key} {os.getppid()}\n".encode())
-                agents = [self._start(line) for line in connection.makefile("r", encoding="ascii")]
-        except ConnectionError:
-            return  # the job has ended
+            with dialled(*self._launcher, bytes.fromhex(self._key), str(os.getppid()).encode()) as connection:
+                (user_folder(folder) / CALL).write_bytes(self._call)
+                agents = [self._start(int(line)) for line in connection.makefile("r", encoding="ascii")]
+        except (ConnectionError, TransportError):
+            return  # the job has ended, and others may listen at its port
         for agent in agents:
             agent.wait(_END_WITHIN)
         for kind in (RESULT, FAILURE):
@@ -161,6 +159,5 @@ class _Holder:
         if not (folder / held_slots.JOB).exists():  # there it is the program's own folder
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _start(self, line: str) -> subprocess.Popen[bytes]:
-        port, key = line.split()
-        return start_agent(self._launcher[0], int(port), key, {"PYTHONPATH": os.pathsep.join(search_path())})
+    def _start(self, port: int) -> subprocess.Popen[bytes]:
+        return start_agent(self._launcher[0], port, self._key, {"PYTHONPATH": os.pathsep.join(search_path())})

@@ -137,17 +137,18 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_connection_is_measured_with_the_token_alone() -> None:
-    listener = links.Listener("127.0.0.1", "right")
-    link = links.dial("127.0.0.1", listener.port, "right", 0.01)
+    right, wrong = "ab" * 32, "cd" * 32
+    port = links.listen("127.0.0.1", right)
+    link = links.dial("127.0.0.1", port, right, 0.01)
     assert link["latency"] > 0
     assert link["bandwidth"] > 0
-    assert "error" in links.dial("127.0.0.1", listener.port, "wrong", 0.01)
+    assert "has refused this one" in links.dial("127.0.0.1", port, wrong, 0.01)["error"]
 
 
 def test_a_port_where_nobody_listens() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        assert links.dial("127.0.0.1", unused.getsockname()[1], "right", 0) == {"error": "Connection refused"}
+        assert links.dial("127.0.0.1", unused.getsockname()[1], "ab" * 32, 0) == {"error": "Connection refused"}
 
 
 @pytest.mark.parametrize(

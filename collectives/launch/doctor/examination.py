@@ -162,7 +162,7 @@ def _connections(
     probes: Sequence[Probe], answers: Sequence[Mapping[str, Any]], interface: str, threads: ThreadPoolExecutor
 ) -> list[Finding]:
     """Measure the connections between hosts, each host with one other at a time."""
-    token = secrets.token_hex(16)
+    token = secrets.token_hex(32)
     stacks, offers = ([answer[key] for answer in answers] for key in ("stack", "addresses"))
     ranks = range(len(probes))
     listening = list(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import socketserver
 import statistics
 import struct
 import sys
@@ -15,9 +14,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from collectives.base.errors import CollectivesError
+from collectives.base.errors import CollectivesError, TransportError
 from collectives.launch.doctor.findings import FINE, SLOW, WRONG, Finding
 from collectives.transport.tcp import network
+from collectives.transport.tcp.authentication import Connection
+from collectives.transport.tcp.listener import Listener, dialled
+from collectives.transport.tcp.service import Service
 
 _PINGS = 50
 _BLOCK = bytes(1 << 20)
@@ -63,37 +65,25 @@ def _is_up(name: str) -> bool:
     return int.from_bytes(flags, sys.byteorder) & _RUNS == _RUNS
 
 
-class Listener(socketserver.ThreadingTCPServer):
-    """Answers the pings of other probes and counts what they send, until the process ends.
+def listen(address: str, token: str) -> int:
+    """Answer the pings of other probes, which hold the token, and count what they send, until the process ends; return
+    the port."""
 
-    Args:
-        token: connections that do not begin with it are closed.
-    """
+    def accepted(hello: bytes, connection: Connection) -> None:
+        threading.Thread(target=_answer, args=(connection,), daemon=True).start()
 
-    daemon_threads, request_queue_size = True, 64
-
-    def __init__(self, address: str, token: str) -> None:
-        self.token = token
-        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        super().__init__((address, 0), _Answers)
-        self.port: int = self.server_address[1]
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+    return Listener(Service(), address, 0, bytes.fromhex(token), accepted).address[1]
 
 
-class _Answers(socketserver.StreamRequestHandler):
-    server: Listener
-    timeout, disable_nagle_algorithm = _TRANSFER_WITHIN, True
-
-    def handle(self) -> None:
-        with suppress(OSError):
-            if self.rfile.readline(100) != f"{self.server.token}\n".encode():
-                return
-            for _ in range(_PINGS):
-                self.wfile.write(self.rfile.read(1))
-            count = 0
-            while block := self.rfile.read1(len(_BLOCK)):
-                count += len(block)
-            self.wfile.write(b"%d\n" % count)
+def _answer(connection: Connection) -> None:
+    connection.settimeout(_TRANSFER_WITHIN)
+    with suppress(OSError), connection, connection.makefile("rb") as asked:
+        for _ in range(_PINGS):
+            connection.sendall(asked.read(1))
+        count = 0
+        while block := asked.read1(len(_BLOCK)):
+            count += len(block)
+        connection.sendall(b"%d\n" % count)
 
 
 def dial(address: str, port: int, token: str, send_for: float) -> dict[str, Any]:
@@ -106,12 +96,10 @@ def dial(address: str, port: int, token: str, send_for: float) -> dict[str, Any]
         ``latency`` in seconds, one way, and ``bandwidth`` in bytes per second; or ``error``.
     """
     try:
-        with socket.create_connection((address, port), _CONNECT_WITHIN) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with dialled(address, port, bytes.fromhex(token), b"", _CONNECT_WITHIN) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, len(_BLOCK))  # little is left to send at the end
             connection.settimeout(_TRANSFER_WITHIN)
             answers = connection.makefile("rb")
-            connection.sendall(f"{token}\n".encode())
             times = []
             for _ in range(_PINGS):
                 began = time.perf_counter()
@@ -125,5 +113,7 @@ def dial(address: str, port: int, token: str, send_for: float) -> dict[str, Any]
             connection.shutdown(socket.SHUT_WR)
             count = int(answers.readline() or 0)
             return {"latency": statistics.median(times) / 2, "bandwidth": count / (time.perf_counter() - began)}
+    except TransportError as error:
+        return {"error": str(error)}
     except OSError as error:
-        return {"error": error.strerror or os.strerror(error.errno) if error.errno else str(error)}
+        return {"error": os.strerror(error.errno) if error.errno else str(error)}

@@ -65,7 +65,7 @@ def _findings() -> Iterator[Finding]:
 def listen(setting: str, stacks: list[str], offers: links.Offers, rank: int, token: str) -> dict[str, Any]:
     """Listen where ranks of this host would."""
     address, finding = links.choose(setting, stacks, offers, rank)
-    port = links.Listener(address, token).port if finding.state != WRONG else 0
+    port = links.listen(address, token) if finding.state != WRONG else 0
     usual, of_usual = links.choose("", stacks, offers, rank)
     better = of_usual.found if usual not in ("", address) else ""
     return {"address": address, "port": port, "finding": asdict(finding), "better": better}

@@ -51,6 +51,7 @@ class Listener:
 
     Args:
         host, port: to listen on; port 0: any that is free.
+        server: a socket that listens already, which precedes both, and belongs to this object then.
         accepted: called in the service's thread with the hello and the socket (non-blocking, TCP_NODELAY) of every
             connection that has proved the key; owns it.
 
@@ -61,10 +62,17 @@ class Listener:
         OSError: the address cannot be listened on.
     """
 
-    def __init__(self, service: Service, host: str, port: int, key: bytes, accepted: Accepted) -> None:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # counts where the host is "::"
-        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    def __init__(
+        self,
+        service: Service,
+        host: str,
+        port: int,
+        key: bytes,
+        accepted: Accepted,
+        *,
+        server: socket.socket | None = None,
+    ) -> None:
+        self._socket = server or listening(host, port)
         self._socket.setblocking(False)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._service, self._loop, self._key, self._accepted = service, service.loop, key, accepted
@@ -149,6 +157,13 @@ class Listener:
             sock.close()
 
 
+def listening(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens on an address; port 0: any that is free. OSError: it cannot be listened on."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # counts where the host is "::"
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+
+
 def _reset_when_closed(sock: socket.socket) -> None:
     with suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -178,6 +193,18 @@ async def dial(
         if isinstance(error, asyncio.TimeoutError):
             raise ConnectionAbortedError(f"connected, but the key was not proved within {DIAL_WITHIN:g} s") from None
         raise
+    return sock
+
+
+def dialled(host: str, port: int, key: bytes, hello: bytes, connect_within: float = DIAL_WITHIN) -> Connection:
+    """Do the same for a thread that has no service; the connection is blocking. Errors as of `dial`."""
+    service = Service()
+    try:
+        sock = service.run(dial(service, host, port, key, hello, connect_within), connect_within + 2 * DIAL_WITHIN)
+        service.sockets.discard(sock)
+    finally:
+        service.close()
+    sock.setblocking(True)
     return sock
 
 

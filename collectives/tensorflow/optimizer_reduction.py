@@ -97,8 +97,8 @@ class OptimizerReduction:
             grads: one for each variable, or None at the same positions in every pass.
 
         Returns:
-            The reduced gradients; of several passes, after the last the reduced sums, before it the gradients
-            themselves, which must not be applied.
+            The reduced gradients; of several passes, after the last the reduced sums, before it zeros, in which no
+            rank's loss scaling sees an overflow of its own.
 
         Raises:
             InvalidArgumentError (a ValueError): of several passes, a sparse gradient without ``sparse_as_dense``, or
@@ -175,7 +175,7 @@ class OptimizerReduction:
                 return [tf.identity(result) for result in results]
 
         def keep() -> list[Any]:
-            return [tf.identity(dense[at]) for at in present]
+            return [tf.zeros_like(dense[at]) for at in present]
 
         results = tf.cond(due, reduce, keep)
         results = results if isinstance(results, (list, tuple)) else [results]  # TensorFlow 1 unpacks a list of one

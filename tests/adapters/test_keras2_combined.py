@@ -232,3 +232,17 @@ def test_scaled_losses_are_combined_once(hvd: Any, kind: str, outside: bool) -> 
 
         run(step, graph)
         check(found, wanted(hvd, hvd.Sum))
+
+
+@pytest.mark.parametrize("kind", ("new", "old"))
+def test_a_pass_whose_scaled_loss_overflows_on_one_rank(hvd: Any, kind: str) -> None:
+    """The ranks decide alike in every pass: they scale and count alike thereafter."""
+    found = variables()
+    optimizer = hvd.DistributedOptimizer(KINDS[kind](), backward_passes_per_step=2)
+    optimizer = tf.keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale=8)
+    for overflows in (False, False, True, False, False, False):
+        factor = np.inf if overflows and hvd.rank() == hvd.size() - 1 else 1.0
+        optimizer.minimize(lambda factor=factor: factor * loss_of(hvd, found), found)
+    check(found, 2 * wanted(hvd, hvd.Average, passes=2))
+    state = float(optimizer.loss_scale), int(optimizer.iterations)
+    assert hvd.allgather_object(state) == [(4.0, state[1])] * hvd.size()

@@ -34,6 +34,27 @@ def test_a_scaling_optimizer_of_tensorflow_1(hvd: Any, outside: bool) -> None:
             np.testing.assert_allclose(session.run(variable), 3.0 - (size + 1) / 2)
 
 
+@pytest.mark.parametrize("outside", (True, False), ids=("scales outside", "scales inside"))
+def test_a_scaling_optimizer_and_a_pass_that_overflows_on_one_rank(hvd: Any, outside: bool) -> None:
+    """The ranks decide alike in every pass, and scale alike thereafter."""
+    rank, size = hvd.rank(), hvd.size()
+    scaling = v1.mixed_precision.MixedPrecisionLossScaleOptimizer
+    with tf.Graph().as_default():
+        scale = v1.mixed_precision.DynamicLossScale(initial_loss_scale=64.0, increment_period=100)
+        slope = v1.placeholder(tf.float32, [])
+        variable = v1.get_variable("v", initializer=np.float32(3.0), use_resource=True)
+        inner = v1.train.GradientDescentOptimizer(1.0)
+        inner = inner if outside else scaling(inner, scale)
+        optimizer = hvd.DistributedOptimizer(inner, backward_passes_per_step=2)
+        train_op = (scaling(optimizer, scale) if outside else optimizer).minimize(slope * variable)
+        with v1.Session() as session:
+            session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+            for overflows in (False, False, True, False, False, False):
+                session.run(train_op, {slope: np.inf if overflows and rank == size - 1 else rank + 1.0})
+            np.testing.assert_allclose(session.run(variable), 3.0 - 2 * (size + 1))
+            assert session.run(scale()) == 32.0
+
+
 def test_the_hook_broadcasts(hvd: Any) -> None:
     rank, size = hvd.rank(), hvd.size()
     root = size - 1

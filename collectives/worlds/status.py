@@ -48,8 +48,8 @@ _MEET = (
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 """Variables that are alike in the ranks of one job."""
-_held: dict[Path, int] = {}
-"""This rank's file, where there is one, and the descriptor that holds its lock."""
+_held: dict[int, Path] = {}
+"""The files of this process, by the descriptors that hold their locks: one, and at times that of a former job."""
 
 
 def start(
@@ -64,44 +64,58 @@ def start(
         asked: what the program has told `init`.
     """
     about: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time(), "rank": None}
+    own = -1
     if not path:
         try:
-            path, about["job"] = str(_made_file()), ""
+            own = _make_file()
         except OSError:
-            _remove()
             return None
+        path, about["job"] = str(_held[own]), ""
         about["rank"] = launchers.rank(os.environ) if asked.rank is None else asked.rank
     thread = threading.Thread(
-        target=_tell, args=(path, present, about, asked.rendezvous), name="collectives status", daemon=True
+        target=_tell, args=(path, own, present, about, asked.rendezvous), name="collectives status", daemon=True
     )
     thread.start()
     return thread
 
 
-def _made_file() -> Path:
-    """Make this rank's file, locked already when it gets its name: readers remove one that is not."""
+def _make_file() -> int:
+    """Make this rank's file, locked already when it gets its name: readers remove one that is not. Returns the
+    descriptor that holds the lock."""
     path = user_folder() / f"{OF_RANKS}{os.getpid()}"
     new = path.with_name(f"new-{path.name}")
-    _held[new] = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    fcntl.flock(_held[new], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    new.rename(path)
-    _held[path] = _held.pop(new)
-    return path
+    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    _held[file] = new
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new.rename(path)
+    except OSError:
+        _remove(file)
+        raise
+    _held[file] = path
+    return file
+
+
+def _remove(file: int) -> None:
+    """Remove a file, unless it is gone, or the next job's has its name."""
+    path = _held.pop(file, None)
+    if path is not None:
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(file), path.stat()):
+                path.unlink()
+        os.close(file)
 
 
 @atexit.register
-def _remove() -> None:
-    """Remove this rank's file."""
-    while _held:
-        path, file = _held.popitem()
-        path.unlink(missing_ok=True)
-        os.close(file)
+def _remove_all() -> None:
+    for file in list(_held):
+        _remove(file)
 
 
 def _release() -> None:
     """In a forked child, give up its part in the parent's lock."""
     while _held:
-        os.close(_held.popitem()[1])
+        os.close(_held.popitem()[0])
 
 
 os.register_at_fork(after_in_child=_release)
@@ -114,7 +128,11 @@ def _job() -> str:
 
 
 def _tell(
-    path: str, present: Callable[[], tuple[World | None, int | None]], about: dict[str, Any], rendezvous: str | None
+    path: str,
+    own: int,
+    present: Callable[[], tuple[World | None, int | None]],
+    about: dict[str, Any],
+    rendezvous: str | None,
 ) -> None:
     changed, before, joined = time.monotonic(), None, False
     counts: deque[tuple[float, int]] = deque(maxlen=_KEPT)
@@ -126,7 +144,7 @@ def _tell(
         with suppress(Exception):  # what another thread is about to change or to end; the next line has it
             world, generation = present()
             if "job" in about and joined and (world, generation) == (None, None):
-                return _remove()
+                return _remove(own)
             joined = joined or world is not None
             line |= _of_world(world, generation)
         world = None  # one that ends meanwhile is not kept
@@ -148,7 +166,7 @@ def _tell(
         except BlockingIOError:
             pass  # the launcher is stopped
         except OSError:
-            return _remove()
+            return _remove(own)
         time.sleep(_EVERY)
 
 

@@ -170,6 +170,33 @@ def test_ranks_that_another_launcher_has_started_are_found_by_their_files(
     assert not thread.is_alive() and not list(folder.iterdir())
 
 
+def test_the_end_of_a_former_job_leaves_the_file_of_the_next(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that a pool of ranks uses again: the former job's thread finds its world gone while the next
+    job's has begun."""
+    ends, may_end, left = threading.Event(), threading.Event(), threading.Event()
+    world: Any = SimpleNamespace(rank=0, waits=list, work_done=(0, 0))
+    answers = iter([world])
+
+    def former() -> Any:
+        if (present := next(answers, None)) is None:
+            ends.set()
+            may_end.wait(20)
+        return present, None
+
+    monkeypatch.setattr(status, "_EVERY", 0.05)
+    asked = Asked("tcp://node1:29400", None, 0, 1)
+    first = status.start("", former, asked)
+    assert first is not None and ends.wait(20)
+    second = status.start("", lambda: (None if left.is_set() else world, None), asked)
+    may_end.set()
+    first.join(20)
+    assert second is not None and not first.is_alive()
+    assert [path.name for path in folder.iterdir()] == [f"rank-{os.getpid()}"]
+    left.set()
+    second.join(20)
+    assert not second.is_alive() and not list(folder.iterdir())
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -180,9 +207,9 @@ user_folder.FOLDER = Path(sys.argv[1])
 status._EVERY = 0.05
 assert status.start("", lambda: (None, None), Asked("tcp://node1:29400", None, 0, 1))
 if not os.fork():
+    print("told", flush=True)  # it has given up its part in the lock
     sys.stdin.read()  # the child outlives the rank
     os._exit(0)
-print("told", flush=True)
 signal.pause()
 """
 

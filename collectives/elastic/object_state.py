@@ -91,15 +91,25 @@ class Attributes(Part):
                 tensors[name] = obj
                 return name, kind
 
-        file = io.BytesIO()
+        def dumped(value: Any) -> bytes:
+            file = io.BytesIO()
+            Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+            return file.getvalue()
+
         try:
-            Pickler(file, pickle.HIGHEST_PROTOCOL).dump(values)
+            return tensors, dumped(values)
         except Exception as error:
+            unfit = f"the attributes {', '.join(self._names)}"
+            for name, value in values.items():
+                try:
+                    dumped(value)
+                except Exception:
+                    unfit = f"the attribute {name} ({type(value).__name__})"
+                    break
             raise InvalidTypeError(
-                f"elastic state: the attributes {', '.join(self._names)} cannot be saved: {error}; pass what changes "
-                "in training, and nothing else [E33]"
+                f"elastic state: {unfit} cannot be saved: {error}; pass what changes in training, and nothing else "
+                "[E33]"
             ) from error
-        return tensors, file.getvalue()
 
 
 class ObjectState(State):

@@ -10,6 +10,7 @@ It is written beside its place, and renamed when all of it is on the disk: it is
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import pickle
@@ -39,7 +40,11 @@ class StateFile:
         """Write the current copies, if it is time for that."""
         if version % self._every:
             return
-        draft = self._path.with_name(f"{self._path.name}.{socket.gethostname()}.{os.getpid()}")
+        of_host = f"{self._path.name}.{socket.gethostname()}."
+        for left in self._path.parent.glob(f"{glob.escape(of_host)}*"):
+            if _has_ended(left.name.removeprefix(of_host)):
+                left.unlink(missing_ok=True)  # by a process that died while it wrote
+        draft = self._path.with_name(f"{of_host}{os.getpid()}")
         copies = shadow.current
         forms = self._first_forms(shadow)
         head = {name: (copy.layout, copy.buffer.nbytes, copy.rest, forms[name]) for name, copy in copies.items()}
@@ -107,3 +112,14 @@ def _compare(written: Mapping[str, str], present: Mapping[str, str]) -> None:
         one, other = written.get(subject, "not there"), present.get(subject, "not there")
         if one != other:
             raise ValueError(f"{subject} was {one} when its training began, and is {other} now")
+
+
+def _has_ended(number: str) -> bool:
+    """Whether no process of this host has a number."""
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError, ValueError):
+        return False
+    return False

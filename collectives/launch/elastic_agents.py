@@ -26,6 +26,7 @@ from collectives.launch.elastic_terms import Action, Drop, Event, Kill, Rules, S
 from collectives.launch.host_agent import HostAgent, HostRanks
 from collectives.launch.output import Output
 from collectives.launch.records import Record
+from collectives.transport.stores.event_log import EventLog
 from collectives.transport.tcp import network
 
 _AFTER_FAILURE = 2.0
@@ -66,7 +67,6 @@ class ElasticAgents(Agents):
         """Of the living members."""
         self._addresses: dict[str, str] = {}
         """Where hosts reach the store."""
-        self._events = 0
         try:
             self._event_files = [FileIO(path, "a") for path in event_files]
         except OSError as error:
@@ -84,6 +84,7 @@ class ElasticAgents(Agents):
     def start(self, output: Output) -> None:
         super().start(output)
         self._server, key = self._open_store(network.LOOPBACK, self._hear)
+        self._events = EventLog(self._server)
         self._addresses[""] = network.joined(*self._server.address)
         self.environment = {
             **self.environment,
@@ -153,9 +154,7 @@ class ElasticAgents(Agents):
     def _tell(self, event: Event) -> None:
         line = event.line(time.time())
         self._output.say(event.text)
-        self._events += 1
-        self._server.set(f"elastic/event/{self._events}", line.encode())
-        self._server.set("elastic/events", b"%d" % self._events)
+        self._events.append(line.encode())
         for file in self._event_files:
             self._writer.do(partial(_append, file, f"{line}\n".encode()), partial(self._written, file))
 

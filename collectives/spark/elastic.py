@@ -152,7 +152,7 @@ class _Holder:
         except (ConnectionError, TransportError):
             return  # the job has ended, and others may listen at its port
         for agent in agents:
-            agent.wait(_END_WITHIN)
+            _await_end(agent)
         for kind in (RESULT, FAILURE):
             for path in folder.glob(kind.format("*[0-9]")):
                 yield path.name, path.read_bytes()
@@ -161,3 +161,12 @@ class _Holder:
 
     def _start(self, port: int) -> subprocess.Popen[bytes]:
         return start_agent(self._launcher[0], port, self._key, {"PYTHONPATH": os.pathsep.join(search_path())})
+
+
+def _await_end(agent: subprocess.Popen[bytes]) -> None:
+    """Wait for an agent's end, or kill it: the job has ended, and its results are here."""
+    try:
+        agent.wait(_END_WITHIN)
+    except subprocess.TimeoutExpired:
+        agent.kill()
+        agent.wait()

@@ -35,6 +35,7 @@ from collectives.base.errors import (
     in_words,
 )
 from collectives.base.logging import logger
+from collectives.transport.stores import event_log
 from collectives.worlds.world import World
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ class Job:
                 assert store is not None
                 self._follow(store, error)
             except CollectiveTimeoutError:
+                self._check_driver()
                 if bounded and time.monotonic() > end:
                     raise CollectiveTimeoutError(
                         f"member {self.member}: waited {self._timeout + BEYOND:g} s for {self._DRIVER} to say "
@@ -218,6 +220,8 @@ class Job:
                     number = int(store.get("elastic/events"))
                 thing = json.loads(store.get(f"elastic/{kind}/{number + 1}"))
             except CollectiveTimeoutError:
+                if kind == "event" and number >= 0:
+                    number = self._oldest_event(store, number)
                 continue
             except TransportError as error:
                 try:
@@ -228,7 +232,19 @@ class Job:
                     time.sleep(_PAUSE)  # the launcher is stopped, or has ended: then the agent ends this process
                 continue
             number += 1
-            take(thing, store)
+            try:
+                take(thing, store)
+            except Exception:  # the next one may say that this member is waited for
+                logger.exception("member %d: cannot take the driver's %s %s [E41]", self.member, kind, thing)
+
+    def _oldest_event(self, store: Store, number: int) -> int:
+        """The number of the event before the oldest one that is still there and follows event ``number``."""
+        with suppress(CollectiveTimeoutError, TransportError):
+            return max(number, int(store.get("elastic/events")) - event_log.KEPT)
+        return number
+
+    def _check_driver(self) -> None:
+        """Raise a TransportError if no driver will answer any more."""
 
     def _take_notice(self, notice: Mapping[str, Any], store: Store) -> None:
         generation = notice["generation"]

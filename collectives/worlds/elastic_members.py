@@ -154,7 +154,7 @@ class MemberJob(Job):
                 self._announced = self._rendezvous
                 self._owner = self._make_owner()
                 self._owner.begin(self._settings.size or 1)
-                threading.Thread(target=self._owner.run, name="collectives-driver", daemon=True).start()
+                threading.Thread(target=self._decide, name="collectives-driver", daemon=True).start()
         if self._server is None:
             address = network.address_of(config.network_interface) if config.network_interface else host
             if not config.network_interface:
@@ -294,6 +294,30 @@ class MemberJob(Job):
 
     def _keep(self) -> None:
         """Beat, and, when the store is not served any more, turn to a successor, or be it. In a thread of its own."""
+        try:
+            self._beat()
+        except Exception as error:  # the others take this member for dead: it must not wait for them
+            self._lost = f"this member does not beat any more: {type(error).__name__}: {error}"
+        if self._owner is not None:
+            self._decide()
+
+    def _decide(self) -> None:
+        owner = self._owner
+        assert owner is not None
+        owner.run()
+        self._lost = "this member was to decide, and cannot any more"
+
+    def _check_driver(self) -> None:
+        if self._lost:
+            raise TransportError(self._nobody_serves())
+
+    def _nobody_serves(self) -> str:
+        return (
+            f"member {self.member}: no member of generation {self.generation} serves the elastic job's store: "
+            f"the job has ended, or all others have died ({self._lost}) [E30]"
+        )
+
+    def _beat(self) -> None:
         while self._owner is None:
             store, answered = self._store_at(*self._address, waits=0.0), time.monotonic()
             try:
@@ -306,11 +330,8 @@ class MemberJob(Job):
                 self._lost = "" if self._turn(time.monotonic() - answered) else str(error)
                 if self._lost:
                     return
-            except RuntimeError:
-                return  # the interpreter ends
             finally:
                 store.close()
-        self._owner.run()
 
     def _come_to_know(self, store: Store) -> None:
         """Learn, as a newcomer, which members could be successors."""
@@ -324,7 +345,8 @@ class MemberJob(Job):
         roll, dead = self._roll, dict[int, str]()
         for member, (host, port) in zip(roll.get("members", ()), roll.get("addresses", ()), strict=True):
             if member == self.member:
-                self._succeed(roll, dead)
+                if not self._turn_to_later(roll):
+                    self._succeed(roll, dead)
                 return True
             store = self._store_at(host, port)
             try:
@@ -334,6 +356,25 @@ class MemberJob(Job):
                     self._knock(store)
             except (OSError, CollectivesError) as error:
                 dead[member] = f"does not answer at {network.joined(host, port)}: {error}"
+            else:
+                self._meet_at(host, port)
+                return True
+            finally:
+                store.close()
+        return False
+
+    def _turn_to_later(self, roll: Mapping[str, Any]) -> bool:
+        """Turn to a later member that serves the store already, as where this process was stopped when it was to
+        succeed: it would have newcomers wait for a generation that the others have left."""
+        later = roll["members"].index(self.member) + 1
+        end = time.monotonic() + self._lease
+        for host, port in roll["addresses"][later:]:
+            store = self._store_at(host, port, waits=0.0)
+            try:
+                store.connect(min(_ONCE_MORE, max(0.0, end - time.monotonic())))
+                store.get("elastic/events")  # which an owner sets
+            except (OSError, CollectivesError):
+                continue
             else:
                 self._meet_at(host, port)
                 return True
@@ -369,13 +410,14 @@ class MemberJob(Job):
     def _send_here(self) -> None:
         """Tell rank 0, whenever it is started again and serves a store where the members met, where the job goes on;
         until this process can listen there itself, once a stopped owner of this host has ended."""
-        while not self._listens_at_rendezvous():
-            store = self._store_at(*self._rendezvous)
-            with suppress(OSError, CollectivesError):
-                store.connect(self._lease)
-                store.set("elastic/moved/to", json.dumps(self._announced).encode())
-            store.close()
-            time.sleep(_SENT_EVERY)
+        with suppress(RuntimeError):  # the interpreter ends
+            while not self._listens_at_rendezvous():
+                store = self._store_at(*self._rendezvous)
+                with suppress(OSError, CollectivesError):
+                    store.connect(self._lease)
+                    store.set("elastic/moved/to", json.dumps(self._announced).encode())
+                store.close()
+                time.sleep(_SENT_EVERY)
 
     def _follow(self, store: Store, error: TransportError) -> None:
         """Wait until the thread that beats has turned to another owner, or for a while, if this one lives; raises if
@@ -386,10 +428,7 @@ class MemberJob(Job):
         while self._store is present and backoff.now < backoff.begun + self._lease:
             backoff.look()
             if self._lost:
-                raise TransportError(
-                    f"member {self.member}: no member of generation {self.generation} serves the elastic job's store: "
-                    f"the job has ended, or all others have died ({self._lost}) [E30]"
-                ) from error
+                raise TransportError(self._nobody_serves()) from error
             backoff.nap(_LONGEST_NAP)
 
     def _meet_at(self, host: str, port: int) -> None:

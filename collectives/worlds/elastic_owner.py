@@ -24,6 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from collectives.base.logging import logger
+from collectives.transport.stores.event_log import EventLog
 from collectives.transport.stores.store import StoreServer
 
 BEAT_EVERY = 0.5
@@ -79,11 +80,12 @@ class Owner:
         """Seconds since the last beat, of those that beat."""
         self._closed: set[int] = set()
         self._dead: dict[int, str] = {}
+        self._tokens: dict[int, str] = {}
+        """Of members that have not said anything since they were welcomed."""
         self._roll: dict[str, Any] = {}
         self._moved: dict[str, Any] = {}
         """What is answered if the job goes on elsewhere."""
-        self._events = 0
-        server.set("elastic/events", b"0")
+        self._events = EventLog(server)
         self.finished = False
 
     def begin(self, size: int) -> None:
@@ -104,13 +106,20 @@ class Owner:
             self._lose(member, why, now)
 
     def run(self) -> None:
-        """Decide, for ever."""
+        """Decide, for ever; if that fails, the store is not served any more, and a successor decides."""
+        try:
+            self._decide()
+        except Exception:
+            logger.exception("elastic job: this member cannot decide any more; another one goes on [E42]")
+            self._server.close()
+
+    def _decide(self) -> None:
         last = time.monotonic()
         while True:
             with suppress(Empty):
-                self._take(*self._heard.get(timeout=_TICK))
+                self._hear_of(*self._heard.get(timeout=_TICK))
                 while True:
-                    self._take(*self._heard.get_nowait())
+                    self._hear_of(*self._heard.get_nowait())
             now = time.monotonic()
             if not self._moved:
                 self._count_silence(min(now - last, _TICK), now)
@@ -129,6 +138,15 @@ class Owner:
 
     # ---- what is heard
 
+    def _hear_of(self, key: str, value: bytes | None) -> None:
+        """Take what was set, unless it is nothing that a member sets."""
+        try:
+            self._take(key, value)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            logger.warning(
+                "elastic job: %r was set to what no member says: %s [E40]", key, f"{type(error).__name__}: {error}"
+            )
+
     def _take(self, key: str, value: bytes | None) -> None:
         now = time.monotonic()
         _, kind, name, *rest = key.split("/")
@@ -140,6 +158,7 @@ class Owner:
         elif kind == "beat":
             self._note_beat(int(name), value is None)
         elif kind == "knock" and value is not None:
+            self._server.forget(key)
             self._welcome(name, json.loads(value), now)
         elif kind == "said" and value is not None:
             self._hear(int(name), int(rest[0]), json.loads(value), now)
@@ -181,6 +200,7 @@ class Owner:
         else:
             self._expected.discard(rank)
             self._know(rank, knock["host"], knock["address"], now)
+            self._tokens[rank] = token
         self._set(f"elastic/welcome/{token}", answer)
 
     def _know(self, member: int, host: str, address: Sequence[Any], now: float) -> None:
@@ -196,6 +216,7 @@ class Owner:
             return
         if member not in self._driver.members:
             self._know(member, thing["host"], thing["address"], now)  # of a generation that this process does not know
+        self._server.forget(f"elastic/welcome/{self._tokens.pop(member, '')}")
         if thing["what"] == "ended":
             self._driver.generation = max(self._driver.generation, thing["generation"])
         self._carry_out(self._driver.said(member, question, thing, now))
@@ -212,6 +233,8 @@ class Owner:
         """Take note that a member has died, or has ended."""
         self._silence.pop(number, None)
         self._closed.discard(number)
+        self._server.forget(f"elastic/beat/{number}")
+        self._server.forget(f"elastic/welcome/{self._tokens.pop(number, '')}")
         member = self._driver.members.get(number)
         if member is None:
             return
@@ -255,9 +278,7 @@ class Owner:
 
     def _tell(self, event: Any) -> None:
         (logger.warning if event.kind in _LOUD else logger.info)("elastic job: %s", event.text)
-        self._events += 1
-        self._server.set(f"elastic/event/{self._events}", event.line(time.time()).encode())
-        self._server.set("elastic/events", b"%d" % self._events)
+        self._events.append(event.line(time.time()).encode())
         if event.kind == "done" and event.fields["code"]:
             if not self._driver.end.text:
                 members = ", ".join(map(str, event.fields["failed"]))

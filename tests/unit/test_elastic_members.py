@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from asyncio import CancelledError
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from collectives.base import logging
 from collectives.base.config import Config, unknown
 from collectives.base.errors import InvalidArgumentError, TransportError
 from collectives.transport.backoff import poll
+from collectives.transport.stores import event_log
 from collectives.transport.stores.store import StoreServer
 from collectives.transport.tcp.service import Service
 from collectives.worlds import elastic_members
@@ -109,3 +115,89 @@ def test_a_successor_does_not_listen_in_the_name_of_another_host() -> None:
     finally:
         job._server.close()
         job._service.close()
+
+
+@contextmanager
+def members(number: int) -> Iterator[list[Any]]:
+    """Members of a generation, each of which listens where it would serve the store."""
+    jobs: list[Any] = [from_environment(BASE) for _ in range(number)]
+    roll = {"members": list(range(number)), "born": [1] * number, "generation": 1, "unused": number}
+    try:
+        for member, job in enumerate(jobs):
+            job.member, job.generation, job._lease = member, 1, 20.0
+            job._server = job._serve("127.0.0.1", 0)
+            job._announced = job._server.address
+        roll |= {"hosts": ["here"] * number, "addresses": [job._announced for job in jobs]}
+        for job in jobs:
+            job._roll = roll
+            job._meet_at(*jobs[0]._announced)
+        yield jobs
+    finally:
+        for job in jobs:
+            job._store.close()
+            job._service.close()
+
+
+def test_the_first_member_that_lives_is_turned_to() -> None:
+    with members(3) as (first, second, third):
+        first._server.close()
+        first._service.close()
+        assert second._turn(0.0) and second._owner is not None and second._address == second._announced
+        assert third._turn(0.0) and third._owner is None and third._address == second._announced
+
+
+def test_a_member_that_was_stopped_does_not_succeed_while_a_later_one_has() -> None:
+    """It would have newcomers wait for a generation that the others have left."""
+    with members(3) as (first, second, third):
+        first._server.close()
+        first._service.close()
+        third._succeed(third._roll, {0: "does not answer", 1: "does not answer"})
+        assert poll(lambda: "elastic/events" in third._server._values, 20)
+        assert second._turn(0.0) and second._owner is None and second._address == third._announced
+
+
+@pytest.mark.parametrize("how", ["beat", "decide"])
+def test_a_member_that_is_not_heard_any_more_does_not_wait(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ever, that is, as long as the store is served."""
+
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    with members(2) as (first, second):
+        second._store = second._store_at(*first._announced, waits=0.02)
+        if how == "beat":
+            monkeypatch.setattr(second, "_beat", fail)
+        else:
+            second._owner = second._make_owner()
+            monkeypatch.setattr(second._owner, "_decide", fail)
+        threading.Thread(target=second._keep, daemon=True).start()
+        with pytest.raises(TransportError, match=r"cannot any more|does not beat any more: RuntimeError: can't start"):
+            second.ready(Config())
+
+
+def test_a_notice_that_cannot_be_taken_ends_nothing() -> None:
+    """The next one may say that the others wait for this member."""
+    deaths: SimpleQueue[str] = SimpleQueue()
+    with members(2) as (first, second):
+        second.on_death = lambda generation, why: deaths.put(f"{generation}: {why}")
+        notices = [{"generation": 1}, [], {"generation": 1, "over": "member 0 died", "died": True}]
+        for number, notice in enumerate(notices, 1):
+            first._server.set(f"elastic/notice/{number}", json.dumps(notice).encode())
+
+        def listen() -> None:
+            with suppress(CancelledError):  # the test's end
+                second._listen("notice", second._take_notice)
+
+        threading.Thread(target=listen, daemon=True).start()
+        assert deaths.get(timeout=20) == "1: member 0 died"
+
+
+def test_who_is_late_goes_on_with_the_oldest_event_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "KEPT", 2)
+    with members(2) as (first, second):
+        log = event_log.EventLog(first._server)
+        assert second._oldest_event(second._store, 0) == 0
+        for number in range(5):
+            log.append(b"%d" % number)
+        assert poll(lambda: first._server._values.get("elastic/events") == b"5", 20)
+        assert [second._oldest_event(second._store, number) for number in (0, 4)] == [3, 4]

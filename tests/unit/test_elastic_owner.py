@@ -13,6 +13,8 @@ import pytest
 from collectives.launch.elastic_driver import Driver
 from collectives.launch.elastic_hosts import AnyHosts
 from collectives.launch.elastic_terms import Rules, Set
+from collectives.transport.backoff import poll
+from collectives.transport.stores import event_log
 from collectives.worlds.elastic_owner import Heard, Owner
 
 PATIENCE = 20.0
@@ -24,6 +26,8 @@ class Server:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self.forgotten: set[str] = set()
+        self.closed = threading.Event()
         self._news = threading.Condition()
 
     def set(self, key: str, value: bytes) -> None:
@@ -34,6 +38,14 @@ class Server:
     def drop(self, prefix: str) -> None:
         with self._news:
             self._values = {key: value for key, value in self._values.items() if not key.startswith(prefix)}
+
+    def forget(self, key: str) -> None:
+        with self._news:
+            self.forgotten.add(key)
+            self._values.pop(key, None)
+
+    def close(self) -> None:
+        self.closed.set()
 
     def get(self, key: str) -> Any:
         with self._news:
@@ -98,9 +110,9 @@ def generation_1(make: Callable[..., Members], size: int, **rules: Any) -> Membe
     members = make(lambda owner: owner.begin(size), **rules)
     for rank in range(size):
         members.knock(f"rank{rank}", rank, size)
+        assert members.welcomed(f"rank{rank}") == {"member": rank}
         members.say(rank, "here")
     for rank in range(size):
-        assert members.welcomed(f"rank{rank}") == {"member": rank}
         assert members.answer(rank)["members"] == list(range(size))
         members.say(rank, "runs")
     return members
@@ -223,3 +235,67 @@ def test_a_generation_needs_a_majority(size: int, living: int, newcomers: int, g
     assert len(answers) == (0 if goes_on else living + newcomers)
     if not goes_on:
         assert f"{living} of the {size} members of generation 1 are no majority" in str(answers[0].value)
+
+
+ODD = [
+    ("x", b""),
+    ("elastic/knock", b"{}"),
+    ("elastic/beat/x", b""),
+    ("elastic/said/0/1/2", b"{"),
+    ("elastic/said/0", b"{}"),
+    ("elastic/said/0/9", b"{}"),
+    ("elastic/said/0/9", b'["here"]'),
+    ("elastic/knock/odd", b'{"rank": 0}'),
+    ("elastic/knock/odd", b"\xff"),
+    ("elastic/said/" + "9" * 5000 + "/1", b"{}"),
+]
+
+
+def test_what_no_member_says_is_left_out(make: Callable[..., Members]) -> None:
+    members = make(lambda owner: owner.begin(2))
+    for key, value in ODD:
+        members._heard.put((key, value))
+    for rank in range(2):
+        members.knock(f"rank{rank}", rank, 2)
+        members.say(rank, "here")
+    assert members.answer(1)["members"] == [0, 1]
+
+
+def test_an_owner_that_cannot_decide_serves_no_more(
+    make: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the others turn to a successor."""
+    members = generation_1(make, 2)
+
+    def fail(now: float) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(members.owner._driver, "tick", fail)
+    assert members._server.closed.wait(PATIENCE)
+
+
+def test_the_store_forgets_what_was_answered(make: Callable[..., Members]) -> None:
+    members = generation_1(make, 2)
+    members.knock("new", None, None)
+    assert members.welcomed("new") == {"member": 2}
+    members.say(2, "here")
+    assert members.answer(2)["alone"]
+    forgotten = members._server.forgotten
+    assert {"elastic/knock/new", "elastic/welcome/new", "elastic/welcome/rank1"} <= forgotten
+    members.ends(2)
+    members.say(0, "ended", 1)
+    members.say(1, "ended", 1)
+    members.answer(0)
+    assert poll(lambda: "elastic/beat/2" in forgotten, PATIENCE)
+
+
+def test_the_oldest_events_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "KEPT", 3)
+    server = Server()
+    log = event_log.EventLog(server)  # type: ignore[arg-type]
+    for number in range(1, 6):
+        log.append(b"%d" % number)
+    assert server._values == {
+        "elastic/events": b"5",
+        **{f"elastic/event/{number}": b"%d" % number for number in (3, 4, 5)},
+    }

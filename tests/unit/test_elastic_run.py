@@ -555,5 +555,7 @@ def test_one_array_in_the_place_of_two_becomes_two_again(job: Played) -> None:
 
 
 def test_what_cannot_be_saved_is_refused(job: Played) -> None:
-    with pytest.raises(InvalidTypeError, match="the attributes epoch, rows cannot be saved: cannot pickle 'generator'"):
+    with pytest.raises(
+        InvalidTypeError, match=r"the attribute rows \(generator\) cannot be saved: cannot pickle 'generator'"
+    ):
         ObjectState(epoch=0, rows=(each for each in ()))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -122,3 +125,20 @@ def test_a_state_goes_on_from_its_file(tmp_path: Path) -> None:
             third.save_to(tmp_path, every=0)
     finally:
         collectives.shutdown()
+
+
+def test_what_a_death_has_left_is_removed_by_the_next_one_who_writes(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    own = f"state[1].{socket.gethostname()}"
+    for name in (
+        f"{own}.{ended.pid}",
+        f"{own}.{os.getppid()}",
+        f"{own}.backup",
+        f"state[1].elsewhere.{ended.pid}",
+        "state1",
+    ):
+        (tmp_path / name).touch()
+    StateFile(tmp_path / "state[1]", 1).write(shadow_of(Owner(7)), 1)
+    kept = [f"{own}.{os.getppid()}", f"{own}.backup", f"state[1].elsewhere.{ended.pid}", "state1", "state[1]"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)

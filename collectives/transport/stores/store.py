@@ -123,10 +123,10 @@ class StoreServer:
                 return _ABSENT, b""  # dropped meanwhile
         return _DONE, self._values[keys[0]] if operation == _GET else b""
 
-    def _set(self, key: str, value: bytes) -> tuple[bytes, bytes]:
+    def _set(self, key: str, value: bytes, bounded: bool = True) -> tuple[bytes, bytes]:
         old_value = self._values.get(key)
         grown = len(value) - len(old_value) if old_value is not None else len(value) + len(key)
-        if self._bytes + grown > MOST_BYTES or (old_value is None and len(self._values) >= MOST_KEYS):
+        if bounded and (self._bytes + grown > MOST_BYTES or (old_value is None and len(self._values) >= MOST_KEYS)):
             return _REFUSED, f"the store is full: {len(self._values)} keys, {self._bytes} bytes".encode()
         self._bytes += grown
         self._values[key] = value
@@ -146,16 +146,26 @@ class StoreServer:
         return self._listeners[-1].address
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a key, from any thread; ignored where the store is full."""
-        self._service.call(self._set, key, value)
+        """Set a key, from any thread. What clients have filled the store with does not count: the process that serves
+        it has to answer them."""
+        self._service.call(self._set, key, value, False)
 
     def drop(self, prefix: str) -> None:
         """Forget all keys that begin so, from any thread."""
         self._service.call(self._drop, prefix)
 
+    def forget(self, key: str) -> None:
+        """Forget a key, if it is there, from any thread."""
+        self._service.call(self._forget, key)
+
     def _drop(self, prefix: str) -> None:
         for key in [key for key in self._values if key.startswith(prefix)]:
-            self._bytes -= len(key) + len(self._values.pop(key))
+            self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._bytes -= len(key) + len(value)
 
     def close(self) -> None:
         for listener in self._listeners:

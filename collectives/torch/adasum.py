@@ -58,7 +58,8 @@ class AdasumSteps:
     def _watch(self, named: list[tuple[str, Any]]) -> None:
         """Note backward passes of further parameters, and the reading of their gradients."""
         take_over((param for _, param in named), self)
-        self._parameter_names.update({param: name for name, param in named})
+        names = {**self._parameter_names, **{param: name for name, param in named}}
+        self._parameter_names = dict(sorted(names.items(), key=lambda pair: pair[1]))  # alike on all ranks
         for name, param in named:
             if param.requires_grad or may_thaw(param):
                 self._hooks.append(install_hook(GradientSlot(name, param, 1), weakref.ref(self)))
@@ -150,7 +151,7 @@ class AdasumSteps:
         """
         if not self._agreed:
             self._agree(reads=False)
-        trained = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+        trained = [param for param in self._parameter_names if param.requires_grad]
         params = [param.detach() for param in trained]
         starts = [self._starts.setdefault(id(param), torch.empty_like(param, requires_grad=False)) for param in trained]
         with torch.no_grad():

@@ -8,7 +8,8 @@ Where that would only slow down the backward pass, complete buckets are gathered
 
 The contents of buckets are equal on all ranks, from the last parameter to the first, which is about the order of the
 backward pass (as in S. Li et al., "PyTorch Distributed", VLDB 2020). Ranks may fill buckets in different orders: these
-are matched by name.
+are matched by name. Where an optimizer has its parameters in another order than on another rank, as those of a set, all
+ranks take that of the first: they compare their orders in the first step of a world, before anything is submitted.
 
 A parameter may have a gradient on some ranks only. Each rank adds to the `Tally` the number of gradients that were not
 submitted in its backward pass, because they are missing, or sparse for the first time. If there are any, the ranks
@@ -80,10 +81,12 @@ class BackwardReducer:
         self._tally = Tally()
         self._kept = KeptGradients()
         self._holds_back = False
+        self._in_order = False
         self._results: list[weakref.ref[Any]] = []
         self._newer: weakref.WeakSet[Any] = weakref.WeakSet()
         """Newer reducers and optimizers of some of the parameters."""
         self._guard = Guard(self.combine_for_read, self.refuse)
+        self._ordered_in: weakref.ref[World] | None = None  # the world whose ranks have agreed on the order
         self._hooks: list[Any] = []
         weakref.finalize(self, remove_hooks, self._hooks, self._guard)
         self.add(named, groups)
@@ -171,7 +174,8 @@ class BackwardReducer:
             alone = slot.is_last_hook()  # hooks behind ours run in this pass all the same
             for other in self._slots:
                 other.put_hook_last()
-            self._holds_back = holds_back(self._world)
+            self._in_order = self._ordered_in is not None and self._ordered_in() is self._world
+            self._holds_back = not self._in_order or holds_back(self._world)
             self._last = True
         self._thread = threading.get_ident()
         self._guard.arm()
@@ -206,6 +210,8 @@ class BackwardReducer:
         if self._holds_back and bucket.may_wait:
             bucket.gather()
             return
+        if not self._in_order:
+            return  # `synchronize` submits it
         try:
             bucket.submit()
         except RecoverableError:
@@ -320,11 +326,12 @@ class BackwardReducer:
         self._guard.disarm()
         self._thaw()
         try:
+            first = _first_error([self._order])
             deferred = [
                 bucket for bucket in self._buckets if bucket.deferred and not any(slot.left for slot in bucket.slots)
             ]
             first = _first_error(
-                [functools.partial(self._send, bucket) for bucket in deferred if self._may_submit(bucket)]
+                [functools.partial(self._send, bucket) for bucket in deferred if self._may_submit(bucket)], first
             )
             first = _first_error([lambda: self._count(reads, applies and not self.begun)], first)
             if not self._tally.same_layouts:
@@ -343,6 +350,21 @@ class BackwardReducer:
         self.combined = True
         if self._options.op is not Op.AVERAGE or self._keeps_order:
             self._results = [weakref.ref(slot.param.grad) for slot in self._slots if slot.param.grad is not None]
+
+    def _order(self) -> None:
+        """Have the parameters in one order on all ranks; once in a world."""
+        world = self._world
+        if self._ordered_in is None or self._ordered_in() is not world:
+            order = gradient_agreement.agree_on_order(world, self._options.name, [slot.name for slot in self._slots])
+            if order is not None:
+                for slot in self._slots:
+                    slot.sparse_dim = 0
+                    if slot.empty:
+                        slot.param.grad = None
+                slots, self._slots, self._buckets = sorted(self._slots, key=lambda slot: order[slot.name]), [], []
+                self._arrange(slots)
+            self._ordered_in = weakref.ref(world)
+        self._in_order = True
 
     def split(self) -> None:
         """Divide combined sums by the number of ranks, so that they may be added to and combined again."""

@@ -15,6 +15,7 @@ Only then do they exchange more.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -84,6 +85,22 @@ class Tally:
                 f"would not be done there; call optimizer.synchronize() on every rank before gradients are read, or "
                 f"optimizer.step() on none that has no data [M16]"
             )
+
+
+def agree_on_order(world: World, prefix: str, names: Sequence[str]) -> dict[str, int] | None:
+    """The places of gradients that all ranks give them: those on the first rank, where the ranks' orders differ.
+
+    Returns:
+        None if all ranks have this order, or other gradients than this rank.
+    """
+    order = zlib.crc32(repr(names).encode()) & _LAYOUT
+    sums = np.array([1, order, order * order], np.int64)
+    world.allreduce_(sums, op=Op.SUM, name=f"{prefix}order of gradients")
+    ranks, total, squares = sums.tolist()
+    if ranks * squares == total * total:  # the variance is 0
+        return None
+    places = {name: at for at, name in enumerate(world.broadcast_object(list(names), name=f"{prefix}names in order"))}
+    return places if places.keys() == set(names) else None
 
 
 def disagree(world: World, prefix: str, buckets: Sequence[GradientBucket]) -> NoReturn:

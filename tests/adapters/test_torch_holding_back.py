@@ -170,7 +170,7 @@ def test_operations_and_process_sets(hvd: Any, gathered: list[str], op: str) -> 
 def test_a_rank_that_holds_nothing_back(hvd: Any, gathered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_reducer, "holds_back", lambda world: hvd.rank() == 0)
     train(hvd, 3)
-    assert not gathered or hvd.rank() == 0
+    assert len(gathered) == (9 if hvd.rank() == 0 else 3)  # all do in the first step
 
 
 def test_ranks_that_join(hvd: Any, gathered: list[str]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import warnings
 from typing import Any
 
@@ -441,3 +442,25 @@ def test_a_rank_that_leaves_out_a_step_of_adasum_is_told_everywhere(hvd: Any) ->
     weight.sum().backward()  # in a further step the ranks are together again
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full((4,), -1.0))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"groups": 2}, {"op": "Adasum"}], ids=repr)
+def test_parameters_in_another_order_on_each_rank_are_matched_by_name(hvd: Any, options: dict[str, Any]) -> None:
+    """Tiny, small and large ones, three of a shape; one of each is used by no rank, and keeps its value."""
+    shapes = [(2,), (40, 50), (200, 200)]
+    named = [(f"{at}.{number}", shape) for at in range(4) for number, shape in enumerate(shapes)]
+    random.Random(hvd.rank()).shuffle(named)
+    params = {name: torch.nn.Parameter(torch.full(shape, 2.0)) for name, shape in named}
+    factors = [1.0] * hvd.size() if "op" in options else [rank + 1.0 for rank in range(hvd.size())]
+    options = {**options, **({"op": hvd.Adasum} if "op" in options else {})}
+    bare = torch.optim.SGD(params.values(), lr=1.0, weight_decay=0.5)
+    optimizer = hvd.DistributedOptimizer(bare, params.items(), **options)
+    for step in range(1, 3):
+        optimizer.zero_grad()
+        used = [int(name[0]) * param.sum() for name, param in params.items() if name[0] != "0"]
+        (sum(used) * factors[hvd.rank()]).backward()
+        optimizer.step()
+        for name, param in params.items():
+            slope = int(name[0]) * sum(factors) / hvd.size()
+            expected = 2.0 if not slope else 1.0 - slope if step == 1 else 0.5 - 1.5 * slope
+            torch.testing.assert_close(param.detach(), torch.full_like(param, expected), msg=name)

@@ -156,7 +156,7 @@ class _Lowering:
             operand=first.operand,
             after=-1,
             detour=False,
-            values=tuple(sorted((own, *reductions), key=lambda action: action.peer)),
+            values=tuple(sorted((own, *reductions), key=lambda action: self._own_versions.key(action.peer))),
         )
 
     def _own(self, verb: Verb, chunk: int, source: Place, target: Place) -> Action:

@@ -90,7 +90,8 @@ class Action:
     """REDUCE: the result replaces the value in the peer's window. TAKE: it is there, so that ``source`` is in the own
     window."""
     values: tuple[Action, ...] = ()
-    """MERGE: how each value is had, in the order of ranks, this rank's among them: as for a REDUCE with it."""
+    """MERGE: how each value is had, in the order in which they are combined, this rank's among them: as for a REDUCE
+    with it."""
     counts: tuple[int, int] = (1, 1)
     """The number of ranks whose contributions are in the own value, and in the peer's: REDUCE, and each value of a
     MERGE."""

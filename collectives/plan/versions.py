@@ -44,6 +44,7 @@ class Versions:
     `collectives.plan.lowering.compile_program`.
 
     Attributes:
+        key: sorts ranks into the order in which their values are combined.
         rounds: the steps, each of one chunk.
         staged_chunks: chunks of the input that peers read from the window.
         window_index: the window's block of a (chunk, version); without ``versioned`` the version is always 0.
@@ -60,7 +61,7 @@ class Versions:
         staged: bool,
         versioned: bool,
     ) -> None:
-        self.rank, self._block = schedule.rank, block
+        self.rank, self.key, self._block = schedule.rank, schedule.key, block
         self._staged, self._versioned = staged, versioned
         self.inputs, self.outputs = layout.inputs(self.rank), layout.outputs(self.rank)
         self.rounds: list[list[ChunkValue]] = []

@@ -195,7 +195,8 @@ def _renamed(
             tuple(Step(step.kind, ranks[step.peer], step.chunk, step.span, step.push, step.count) for step in steps)
             for steps in own.rounds
         )
-        return Schedule(collective, name, rank, own.size, own.chunks, rounds)
+        # Values are combined in the order that was proved: another one could be another on each rank.
+        return Schedule(collective, name, rank, own.size, own.chunks, rounds, tuple(ranks))
 
     if spans_hosts:
         return lambda rank, hosts: numbered(rank, [one for host in hosts for one in host], len(hosts[0]))

@@ -10,6 +10,7 @@ There are four steps:
 The steps of a round happen *at once*: what is sent is the value from before the round, and the receives of the round
 take effect after it. What a round combines of one chunk, the own value and those of several peers, it combines by the
 fixed tree over the ranks in their order (`schedules.fixed_tree`), whatever the order in which the steps are written.
+Their order is that of their numbers, unless a schedule that was proved for other numbers states it.
 
 Every send meets the receive of its peer in the same round: the k-th send from a to b with the k-th receive by b from a,
 over the same chunks. A schedule says nothing about bytes, memory or devices. It is written for one segment and repeated
@@ -22,6 +23,7 @@ messages have both sides act and ignore it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -66,6 +68,13 @@ class Schedule:
     size: int
     chunks: int
     rounds: tuple[Round, ...]
+    order: tuple[int, ...] = ()
+    """All ranks, in the order in which a round combines the values of several; empty: by their numbers."""
+
+    @property
+    def key(self) -> Callable[[int], int]:
+        """By which ranks are sorted into this order."""
+        return self.order.index if self.order else int
 
 
 def send(peer: int, chunk: int, span: int = 1, *, push: bool = False) -> Step:

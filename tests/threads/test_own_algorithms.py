@@ -13,7 +13,9 @@ import pytest
 from collectives.algorithms import register_algorithm
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError, MismatchError
+from collectives.base.reduce_op import Op
 from collectives.schedules import registry
+from collectives.schedules.schedule import Step, receive, reduce, send
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
 from tests.support.emulated.ranks import PATIENCE, emulated, on_threads
@@ -133,3 +135,32 @@ def test_ranks_that_registered_different_ones_all_say_so(monkeypatch: pytest.Mon
         signed, number = registry.signed, itertools.count()
         monkeypatch.setattr(registry, "signed", lambda *names: f"{signed(*names)}-{next(number)}")
         thread_groups.run(2, program, make_world=World)
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[2, 3], [0, 1]], [[1, 3], [0, 2]]])
+def test_hosts_of_any_numbers_combine_in_the_order_that_was_proved(
+    hosts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 combines all values in one round, ranks 1 to 3 in two: alike only by the numbers of the proof."""
+
+    def in_one_round_or_two(rank: int, size: int, width: int) -> list[list[Step]]:
+        exchanges = [
+            [(1, 0, reduce), (2, 0, reduce), (3, 0, reduce), (0, 1, reduce), (3, 2, reduce)],
+            [(1, 2, reduce)],
+            [(2, 1, receive), (2, 3, receive)],
+        ]
+        return [
+            [send(to, 0) for sender, to, _ in each if sender == rank]
+            + [take(sender, 0) for sender, to, take in each if to == rank]
+            for each in exchanges
+        ]
+
+    monkeypatch.setattr(registry, "_ALL", dict(registry._ALL))
+    register_algorithm("allreduce", "uneven", in_one_round_or_two, sizes=[4], spans_hosts=True)
+
+    def program(world: World) -> list[float]:
+        values = np.repeat(np.float32([1e8, 1.0, -1e8, 1.0]), 5).reshape(4, 5)
+        return world.allreduce(values[world.rank], op=Op.SUM, algorithm="uneven").tolist()
+
+    results = thread_groups.run(4, program, hosts=hosts, make_world=World)
+    assert results == [results[0]] * 4

@@ -46,7 +46,8 @@ def replay(
                     elif step.kind is not StepKind.SEND:
                         held[rank][chunk] = before[step.peer][chunk]
             for chunk, values in contributions.items():
-                ordered = [value for _, value in sorted({**values, rank: held[rank][chunk]}.items())]
+                values[rank] = held[rank][chunk]
+                ordered = [values[one] for one in sorted(values, key=schedule.key)]
                 held[rank][chunk] = tree(ordered, combine)
     return held
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from collectives.base.config import Config, Timeout
 from collectives.base.errors import InvalidArgumentError
+from collectives.c10d import nan_checks
 from collectives.c10d.membership import Membership
 from collectives.c10d.operations import Operations
 from collectives.worlds.connections import Connection
@@ -224,7 +226,8 @@ def create(options: Any, pg_options: Any = None) -> Any:
     )
     wanted = _wanted_backends()
     if not wanted - {NAME}:
-        return ProcessGroup(*arguments)
+        checks = os.environ.get("TORCH_DIST_NAN_CHECK") == "1"
+        return (nan_checks.checked(ProcessGroup) if checks else ProcessGroup)(*arguments)
     try:
         return Backend(*arguments)
     except TypeError as error:

@@ -47,9 +47,14 @@ def dense(tensor: Any, operation: str) -> Any:
     return tensor
 
 
+def is_plain(tensor: Any) -> bool:
+    """Whether the memory of a dense tensor holds its elements, in order: a view may negate what its memory holds."""
+    return bool(tensor.is_contiguous() and not tensor.is_neg())
+
+
 def array(tensor: Any) -> Any:
     """The memory of a tensor as a 1-D array, of which the engine makes no view; None if it needs one."""
-    if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous():
+    if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.layout is torch.strided and is_plain(tensor):
         array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
         return array if array.ndim == 1 else array.reshape(-1)
     return None
@@ -66,7 +71,7 @@ def joined(parts: Sequence[Any]) -> Any:
 
 def result_memory(tensor: Any) -> Any:
     """The memory of a tensor as an array for a result; None where the result has to be copied."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not is_plain(tensor):
         return None
     view: Any = arrays.view(tensor.detach().view(-1), writable=True)
     return None if view.copied else view.array
@@ -94,13 +99,13 @@ def allreduce(handles: HandleFactory, tensor: Any, op: Op, in_place: bool = True
     if not in_place:
         return handles.allreduce(options, elements_of(dense(tensor, "all_reduce")), None, False)
     target = dense(tensor, "all_reduce").detach()
-    if target.is_contiguous():
+    if is_plain(target):
         flat = target.view(-1)
         alias = aliases.of(flat)
         if alias is not None:
             return after(handles.allreduce(options, alias.enter(flat), None, True), lambda _: alias.leave(flat))
         return handles.allreduce(options, flat, None, True)
-    flat = target.reshape(-1)
+    flat = target.resolve_neg().reshape(-1)
     return after(handles.allreduce(options, flat, None, True), lambda _: store(flat, target))
 
 
@@ -118,9 +123,9 @@ def sparse_allreduce(handles: HandleFactory, tensor: Any) -> Handle:
 
 def broadcast(handles: HandleFactory, tensor: Any, root: int, **options: Any) -> Handle:
     target = dense(tensor, "broadcast").detach()
-    if target.is_contiguous():
+    if is_plain(target):
         return handles.broadcast(options, target.view(-1), root, True)
-    flat = target.reshape(-1)
+    flat = target.resolve_neg().reshape(-1)
     return after(handles.broadcast(options, flat, root, True), lambda _: store(flat, target))
 
 

@@ -48,7 +48,7 @@ class HostHandles:
     ) -> Handle:
         def deliver(handle: Handle) -> Any:
             _, gathered, handle.gathered = handle.keep  # by the task, which has made the result
-            if out is not None and not np.may_share_memory(gathered, out):
+            if out is not None and (gathered.size or out.size) and not np.may_share_memory(gathered, out):
                 raise MismatchError(
                     f"{handle.title}: expected {out.size} elements from all ranks, for the tensor that this rank has "
                     f"given for the result; they have sent {gathered.size} [M2]"

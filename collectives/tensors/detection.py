@@ -66,6 +66,13 @@ def misplaced(tensor: Any, argument: str, place: str) -> InvalidTypeError:
 
 def frozen(tensor: Any, argument: str, shape: Sequence[int], dtype: Any) -> InvalidArgumentError:
     """The error for an in-place operation on a read-only tensor."""
+    kind: Any = type(tensor)
+    if framework(kind) == "torch" and (tensor.is_neg() or tensor.is_conj()):
+        return InvalidArgumentError(
+            f"{argument}: an in-place operation needs a tensor whose memory holds its values, got a view of shape "
+            f"{tuple(shape)} that negates or conjugates them; pass {argument}.resolve_conj().resolve_neg(), or use the "
+            "operation that returns a new tensor [T64]"
+        )
     return InvalidArgumentError(
         f"{argument}: an in-place operation needs a writable tensor, got a read-only {describe(tensor)} of shape "
         f"{tuple(shape)} and dtype {dtype}; use the operation that returns a new tensor, or copy it first [T36]"

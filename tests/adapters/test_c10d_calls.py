@@ -41,6 +41,75 @@ def every(count: int = 4, dtype: Any = torch.float32) -> list[Any]:
     return [of(other, count, dtype) for other in range(size())]
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0)])
+def test_tensors_without_elements(shape: tuple[int, ...]) -> None:
+    n, part = size(), torch.zeros(shape)
+    whole = torch.zeros(shape[0] * n, *shape[1:])
+    for is_async in (False, True):
+        works = [
+            dist.all_gather_into_tensor(whole, part, async_op=is_async),
+            dist.all_gather([part.clone() for _ in range(n)], part, async_op=is_async),
+            dist.all_reduce(part, async_op=is_async),
+            dist.broadcast(part, 0, async_op=is_async),
+            dist.reduce(part, 0, async_op=is_async),
+            dist.reduce_scatter_tensor(part, whole, async_op=is_async),
+            dist.reduce_scatter(part, [part.clone() for _ in range(n)], async_op=is_async),
+            dist.all_to_all_single(whole, whole.clone(), async_op=is_async),
+            dist.all_to_all([part.clone() for _ in range(n)], [part.clone() for _ in range(n)], async_op=is_async),
+            dist.gather(part, [part.clone() for _ in range(n)] if rank() == 0 else None, 0, async_op=is_async),
+            dist.scatter(part, [part.clone() for _ in range(n)] if rank() == 0 else None, 0, async_op=is_async),
+        ]
+        for work in works:
+            assert work is None or work.wait()
+    gathered = functional.all_gather_into_tensor_coalesced([part, of(rank())], dist.group.WORLD)
+    assert (gathered[0] + 0).shape == whole.shape and torch.equal(gathered[1] + 0, torch.cat(every()))
+
+
+def test_views_that_negate_their_memory() -> None:
+    def negated() -> Any:
+        return torch.complex(of(rank()), of(rank())).conj().imag
+
+    total = -torch.stack(every()).sum(0)
+    for tensor in (negated(), torch._neg_view(of(rank()))):
+        assert tensor.is_neg()
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor.resolve_neg(), total)
+        dist.broadcast(tensor, 0)
+        part = torch._neg_view(torch.zeros(4))
+        dist.reduce_scatter_tensor(part, torch.cat([tensor.resolve_neg()] * size()))
+        assert torch.equal(part.resolve_neg(), total * size())
+    gathered = torch.empty(4 * size())
+    dist.all_gather_into_tensor(gathered, negated())
+    assert torch.equal(gathered, -torch.cat(every()))
+
+
+def test_nan_in_an_input_is_found_where_torch_is_asked_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
+    checked = dist.new_group()
+    tensor = of(rank())
+    dist.all_reduce(tensor, group=checked)
+    assert torch.equal(tensor, torch.stack(every()).sum(0))
+    dist.all_reduce(torch.ones(3, dtype=torch.int64), group=checked)
+    bad, last = of(rank()), size() - 1
+    if rank() == last:
+        bad[1] = float("nan")
+    calls = [
+        lambda: dist.all_reduce(bad, group=checked),
+        lambda: dist.all_gather_into_tensor(torch.empty(4 * size()), bad, group=checked),
+        lambda: dist.all_gather([torch.empty(4) for _ in range(size())], bad, group=checked),
+        lambda: dist.broadcast(bad, last, group=checked),
+        lambda: dist.all_to_all([torch.empty(4) for _ in range(size())], [bad] * size(), group=checked),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=f"NaN found in input tensor of shape .* on rank {last}"):
+            call()
+    if last:
+        received = torch.full((4,), float("nan")) if rank() else of(0)
+        dist.broadcast(received, 0, group=checked)
+        assert torch.equal(received, of(0))
+    dist.destroy_process_group(checked)
+
+
 def test_torch_knows_the_backend(world: Any) -> None:
     assert dist.get_backend() == "collectives" and (dist.get_rank(), dist.get_world_size()) == (rank(), size())
     assert world.name() == "collectives" and world.group_name == "0"

@@ -89,10 +89,8 @@ class AdasumSteps:
     def _agree(self, reads: bool) -> None:
         """Agree on the number of the step, and, if any rank ``reads`` gradients and has some that overflow, on that."""
         self._guard.disarm()
-        gradients = [grad for param in self._parameter_names if (grad := grad_of(param)) is not None]
-        parts = [grad._values() if grad.is_sparse else grad for grad in gradients]
-        values = [part.detach() for part in parts if part.numel()]
-        norms = torch._foreach_norm(values, float("inf")) if reads and values else ()
+        values = self._values() if reads else []
+        norms = torch._foreach_norm(values, float("inf")) if values else ()
         overflows = not all(bool(norm.isfinite()) for norm in norms)
         world = world_of(self._process_set)
         self._sums[:] = overflows, 1, self._skipped, self._skipped**2
@@ -108,8 +106,14 @@ class AdasumSteps:
             )
         self._agreed = True
         if overflowing and not overflows:
-            for each in values:
+            for each in self._values():
                 each.fill_(float("inf"))
+
+    def _values(self) -> list[Any]:
+        """The memory of all gradients."""
+        gradients = [grad for param in self._parameter_names if (grad := grad_of(param)) is not None]
+        parts = [grad._values() if grad.is_sparse else grad for grad in gradients]
+        return [part.detach() for part in parts if part.numel()]
 
     def synchronize(self) -> None:
         """Do nothing: there is nothing to combine before the step."""

@@ -38,6 +38,7 @@ from collectives.launch.mpirun import Launcher, MpiRanks, Vendor, build, find, w
 from collectives.launch.output import Output
 from collectives.launch.ssh import Ssh, address_for, is_here
 from collectives.launch.status import Statuses
+from collectives.transport.tcp import network
 
 _HOROVOD = Path(__file__).parents[1] / "horovod" / "site"
 """The folder from which a rank imports ``horovod``; see `collectives.horovod`."""
@@ -123,6 +124,8 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     config = Config.from_environment(environment)
     for message in dict.fromkeys([*options.ignored, *file.ignored]):
         print(f"collectivesrun: {message}", file=sys.stderr)
+    if not (options.doctor or options.show_plan or options.host_discovery_script):
+        _check_places(config, hosts or allotted(os.environ) or [Host("localhost")])
     if options.doctor:
         examination = importlib.import_module("collectives.launch.doctor.examination")  # slow to import
         names = [host.name for host in hosts or allotted(os.environ)]
@@ -175,6 +178,17 @@ def _folder(path: str | None) -> str:
             f"--output-filename: cannot make the folder {path!r}: {error.strerror} [L59]"
         ) from None
     return os.path.abspath(path)
+
+
+def _check_places(config: Config, hosts: Sequence[Host]) -> None:
+    """Raise an InvalidArgumentError for files that rank 0 could not write, and a network that ranks would not find, if
+    they are to be on this host."""
+    for what, path in (("timeline", config.timeline), ("autotune log", config.autotune_log)):
+        folder = Path(path).absolute().parent
+        if path and is_here(hosts[0].name) and not os.access(folder, os.W_OK):
+            raise InvalidArgumentError(f"{what} {path}: there is no folder {str(folder)!r} that can be written [L142]")
+    if config.network_interface and any(is_here(host.name) for host in hosts):
+        network.address_of(config.network_interface)
 
 
 def _hosts(options: argparse.Namespace) -> Sequence[Host]:
@@ -303,6 +317,9 @@ def _start(
     environment = with_tools(launcher.path, environment)
     if ranks > 1:
         environment = {**_torchs_address(hosts, config, remote), **environment}
+    # Open MPI's mpirun passes on standard input, but not its end; Hydra's passes on both.
+    if launcher.vendor is Vendor.OPEN_MPI and _rank_0_is_here(hosts, options.mpi_args):
+        environment = {**environment, before_rank.INPUT: before_rank.input_of_here()}
     command = build(
         launcher,
         ranks,
@@ -368,6 +385,13 @@ def _all_alone(as_horovod: bool, *, by_mpi: bool) -> str:
         f"{'--as-horovod: ' if as_horovod else ''}no rank has called init(): unless the ranks have met otherwise (MPI, "
         f"torch.distributed), each has done all of the work, alone{'; ' if advice else ''}{', '.join(advice)} [L141]"
     )
+
+
+def _rank_0_is_here(hosts: Sequence[Host], mpi_args: Sequence[str]) -> bool:
+    """Whether mpirun starts rank 0 on this host, and is told nothing else about standard input."""
+    first = next(iter(hosts or allotted(os.environ)), None)
+    told = any(word in argument for argument in mpi_args for word in ("host", "stdin", "file"))
+    return (first is None or is_here(first.name)) and not told
 
 
 def _torchs_address(hosts: Sequence[Host], config: Config, remote: Ssh) -> dict[str, str]:

@@ -59,7 +59,7 @@ class Pods:
 
     Attributes:
         name: of the job, its service, and the secret with its key.
-        count: pods; ``slots``: ranks of each, but for the last one, which may have fewer.
+        count: pods; ``ranks``: of all; ``slots``: ranks of each, but for the last one, which may have fewer.
         options: of ``collectivesrun`` in each pod; ``program``: after those.
         elastic: variables of an elastic job.
     """
@@ -68,6 +68,7 @@ class Pods:
     namespace: str
     image: str
     count: int
+    ranks: int
     slots: int
     gpus: int
     options: Sequence[str]
@@ -271,6 +272,7 @@ def _pods(
         _namespace(options.namespace),
         options.image,
         count,
+        options.ranks,
         -(-options.ranks // count),
         options.gpus_per_pod or 0,
         kept,
@@ -301,7 +303,9 @@ def _namespace(given: str | None) -> str:
 
 
 def _size(pods: Pods) -> str:
-    return f"{pods.count} pod{'s' * (pods.count > 1)} of {pods.slots} rank{'s' * (pods.slots > 1)}"
+    last = pods.ranks - (pods.count - 1) * pods.slots
+    fewer = f", the last of {last}" if last < pods.slots else ""
+    return f"{pods.count} pod{'s' * (pods.count > 1)} of {pods.slots} rank{'s' * (pods.slots > 1)}{fewer}"
 
 
 def _head(pods: Pods, options: argparse.Namespace) -> str:

@@ -28,6 +28,7 @@ from collectives.launch.agent import die_with_parent
 from collectives.launch.hosts import Host
 from collectives.launch.job import Ranks
 from collectives.launch.output import Output
+from collectives.launch.rank import INPUT
 
 _PATIENCE = 30.0
 _AFTER_FAILURE = 6.0
@@ -177,6 +178,7 @@ class MpiRanks(Ranks):
         process = subprocess.Popen(
             self.command,
             env=self.environment,
+            stdin=subprocess.DEVNULL if self.environment.get(INPUT) else None,  # which rank 0 reads itself
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,

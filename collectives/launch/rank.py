@@ -29,6 +29,7 @@ import json
 import os
 import select
 import signal
+import stat
 import sys
 import termios
 import time
@@ -56,6 +57,8 @@ RECORDS = "COLLECTIVES_RECORDS"
 """The variable with the path to which the rank writes its record, as in ``collectives.worlds.exit_hooks``."""
 STATUS = "COLLECTIVES_STATUS"
 """The variable with the path of the pipe for what the rank does; 0: it is not to say it."""
+INPUT = "COLLECTIVES_INPUT"
+"""The variable by which MPI's rank 0 finds the launcher's standard input, if it is on its host; see `input_of_here`."""
 MARK = b"\x10"
 _FRAME = 4096
 """Maximum bytes of a frame: writes to a pipe are atomic up to PIPE_BUF, so a launcher never reads half a frame."""
@@ -100,6 +103,32 @@ def frames(rank: str, kind: bytes, data: bytes) -> list[bytes]:
     return made
 
 
+def input_of_here() -> str:
+    """Return where another process of this host can open this one's standard input: its path, device and number; empty
+    if it cannot."""
+    status = os.fstat(0)
+    if sys.platform != "linux" or stat.S_ISSOCK(status.st_mode):
+        return ""
+    return f"/proc/{os.getpid()}/fd/0 {status.st_dev} {status.st_ino}"
+
+
+def _open_input(place: str) -> None:
+    """Read the launcher's standard input itself, by what `input_of_here` says of it."""
+    path, device, number = place.split()
+    try:
+        source = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)  # of a FIFO, it would wait for a writer
+        status = os.fstat(source)
+        if (str(status.st_dev), str(status.st_ino)) == (device, number):
+            if stat.S_ISREG(status.st_mode):  # from where the launcher's own has come to
+                with open(path.replace("/fd/", "/fdinfo/")) as about:
+                    os.lseek(source, int(about.readline().split()[1]), os.SEEK_SET)
+            os.set_blocking(source, True)
+            os.dup2(source, 0)
+        os.close(source)
+    except OSError:
+        return  # another host's
+
+
 def main(output: str, width: int, placement: str, terminal: str, command: list[str]) -> int:
     """Run the command as this rank and return its exit code.
 
@@ -113,6 +142,8 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
     launcher = os.getppid()
     place = _place()
     rank = place.get("RANK", "0")
+    if (launchers_input := os.environ.pop(INPUT, "")) and rank == "0":
+        _open_input(launchers_input)
     if placement:
         os.environ.update(_in_horovods_words(place, [int(number) for number in placement.split(",")]))
     os.environ.update(_in_torchs_words(place, os.environ))

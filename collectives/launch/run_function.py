@@ -22,6 +22,7 @@ from collectives.worlds import exit_hooks
 def main(folder: Path) -> None:
     """Call the function in the folder; an error that it raises is recorded and raised again."""
     rank = launchers.rank(os.environ)
+    exit_hooks.tell_joined(os.environ.get(exit_hooks.RECORDS))  # who calls a function on ranks sees what each returns
     try:
         function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
         result = importlib.import_module("cloudpickle").dumps(function(*args, **kwargs))

@@ -131,7 +131,8 @@ def forced_algorithm(
     """
     if algorithm in (None, "auto"):
         return None
-    algorithm = registry.unsigned(algorithm)
+    if isinstance(algorithm, str):
+        algorithm = registry.unsigned(algorithm)
     if algorithm not in names:
         raise InvalidArgumentError(f"algorithm={algorithm!r}: {collective}{tensors} has {', '.join(names)} [A57]")
     chosen = registry.find(collective, algorithm)

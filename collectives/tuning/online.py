@@ -137,6 +137,7 @@ class Tuning:
         tuner, self._tuner = self._tuner, None
         if tuner is None or self.done:
             return
+        tuner.end(self.settings)
         if tuner.taken:
             logger.info(
                 "autotune: ended after %d of %d samples; the best so far: %s", tuner.taken, tuner.samples, tuner.best

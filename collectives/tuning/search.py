@@ -296,6 +296,11 @@ class Tuner:
         """The posterior mean of the best settings' score; 0 before the first sample."""
         return math.exp(float(self._predict([self.best])[0][0])) if self._tried else 0.0
 
+    def end(self, settings: TunedSettings) -> None:
+        """End the log of a search that is not done: with the settings that were in force, or the best so far."""
+        if self._log:
+            self._log.write("ended", self.best if self._tried else settings, self.best_score, self.best_score)
+
     def _conclude(self) -> None:
         if self._log:
             self._log.write("done", self.best, self.best_score, self.best_score)
@@ -315,7 +320,7 @@ class _Log:
         self._write("w", ["step", "phase", *(field.name for field in fields(TunedSettings)), "score", "best"])
 
     def write(self, phase: str, settings: TunedSettings, score: float, best: float) -> None:
-        self._step += phase != "done"
+        self._step += phase not in ("done", "ended")
         self._write("a", [self._step, phase, *astuple(settings), f"{score:.6g}", f"{best:.6g}"])
 
     def _write(self, mode: str, row: Sequence[object]) -> None:

@@ -381,12 +381,17 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         Whether it was known; the set of all ranks cannot be removed.
 
     Raises:
+        InvalidTypeError: it is no `ProcessSet`.
         MismatchError: the ranks' sets differ; all of them stay.
 
     Example:
         >>> hvd.remove_process_set(hvd.add_process_set([0]))
         True
     """
+    passed: object = process_set
+    if not isinstance(passed, ProcessSet):
+        wrong = InvalidTypeError(f"remove_process_set: process_set: expected a ProcessSet, got {passed!r} [W66]")
+        raise world().refused(wrong, None)
     if not process_set.process_set_id:
         return False
     root = world()

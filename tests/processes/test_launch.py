@@ -108,6 +108,15 @@ print("an error", file=sys.stderr)
         assert f"rank {rank} 3 8.0 9" in result.output
 
 
+def test_standard_input_is_rank_0s_to_its_end(mpi: str, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import sys\nfrom mpi4py import MPI\nprint(MPI.COMM_WORLD.rank == 0 and sys.stdin.read())")
+    python = str(python_for(mpi))
+    command = [python, "-m", "collectives.launch", "-np", "2", python, str(script)]
+    shown = run_command(["sh", "-c", 'echo for you | "$@"', "sh", *command], timeout=30).output
+    assert "[0] for you\n" in shown and "[1] False\n" in shown
+
+
 @pytest.mark.parametrize(
     ("number", "stubborn"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["does not listen", "listens"]
 )

@@ -102,6 +102,8 @@ def test_the_file_says_how_to_start_the_job(tmp_path: Path, capsys: pytest.Captu
     assert f"kubectl -n team apply -f '{file}'" in text
     assert " | kubectl -n team create secret generic run-7-big --from-file=key=/dev/stdin\n" in text
     assert "2 pods of 1 rank:" in capsys.readouterr().err
+    assert cli.main(["--kubernetes", "-", "--image", "i", "-np", "3", "--gpus-per-pod", "2", "python"]) == 0
+    assert capsys.readouterr().out.startswith("# 2 pods of 2 ranks, the last of 1. To start them:\n")
 
 
 @pytest.mark.parametrize(

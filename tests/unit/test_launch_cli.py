@@ -16,7 +16,7 @@ import pytest
 
 from collectives.base.config import ALGORITHMS, Config
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch import cli, command_line, job, mpirun, rank_environment, report
+from collectives.launch import cli, command_line, job, mpirun, rank, rank_environment, report
 from collectives.launch.agents import Agents, HostRanks
 from collectives.launch.elastic_agents import ElasticAgents
 from collectives.launch.hosts import Host
@@ -600,3 +600,32 @@ def test_ranks_that_never_join_each_other_are_noticed(
     assert cli.main(["-np=2", *options, sys.executable]) == code
     shown = capsys.readouterr().err
     assert words in shown and ("L141" in shown) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--timeline", "/nonexistent/run.json"], "timeline /nonexistent/run.json: there is no folder '/nonexistent'"),
+        (["--timeline", "/nonexistent/run.html"], "there is no folder '/nonexistent' that can be written [L142]"),
+        (["--autotune-log-file", "/nonexistent/x.csv"], "autotune log /nonexistent/x.csv: there is no folder"),
+        (["--network-interface", "nope0"], "network interface 'nope0': expected the name"),
+    ],
+)
+def test_places_that_are_not_there_are_refused_before_ranks_start(
+    options: list[str], words: str, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["-np", "2", *options, sys.executable]) == 2
+    assert words in capsys.readouterr().err and not started
+    assert cli.main(["-np", "2", "-H", "elsewhere:2", *options, sys.executable]) == 0
+
+
+def test_open_mpis_rank_0_reads_standard_input_itself_if_it_is_here(
+    started: list[list[str]], environments: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "input_of_here", lambda: "here")
+    monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.OPEN_MPI, "5.0"))
+    for options in ([], ["-H", "localhost:2"], ["-H", "elsewhere:2"], ["--mpi-args=--stdin 1"]):
+        assert cli.main(["-np", "2", *options, sys.executable]) == 0
+    monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
+    assert cli.main(["-np", "2", sys.executable]) == 0
+    assert [settings.get(rank.INPUT) for settings in environments] == ["here", "here", None, None, None]

@@ -213,3 +213,39 @@ def test_files_that_cannot_be_written_are_said_and_change_nothing_else(tmp_path:
     code, found = ended("print('out')", output=str(tmp_path / "file"))
     assert code == 0 and found["o"] == "out\n"
     assert [line.partition(": ")[2].partition(" '")[0] for line in found["e"].splitlines()] == ["cannot write"] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux opens another process's files")
+@pytest.mark.parametrize("number", ["3", "0"])
+def test_rank_0_reads_the_launchers_standard_input_to_its_end(number: str) -> None:
+    program = "import os, sys\nprint(sys.stdin.read(), 'COLLECTIVES_INPUT' in os.environ)"
+    source, sink = os.pipe()
+    status = os.fstat(source)
+    place = f"/proc/{os.getpid()}/fd/{source} {status.st_dev} {status.st_ino}"
+    process = subprocess.Popen(
+        before(sys.executable, "-c", program),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**PLACE, "PMI_RANK": number, rank.INPUT: place},
+    )
+    os.write(sink, b"for rank 0")
+    os.close(sink)
+    shown = process.communicate(timeout=60)[1]
+    os.close(source)
+    assert (b"\x100ofor rank 0 False\x10n" in shown) == (number == "0"), shown
+    assert rank.input_of_here().startswith(f"/proc/{os.getpid()}/fd/0 ")
+
+
+def test_standard_input_from_the_middle_of_a_file_and_of_no_such_process(tmp_path: Path) -> None:
+    (tmp_path / "input").write_text("first\nsecond\n")
+    program = f"import sys; sys.path.insert(0, {os.path.dirname(rank.__file__)!r})\nimport rank\n"
+    program += "place = sys.argv[1]\nrank._open_input(place)\nprint(sys.stdin.read())"
+    with open(tmp_path / "input", "rb", buffering=0) as file:
+        file.readline()
+        status = os.fstat(file.fileno())
+        for process, expected in ((os.getpid(), b"second\n\n"), (1 << 30, b"\n")):
+            place = f"/proc/{process}/fd/{file.fileno()} {status.st_dev} {status.st_ino}"
+            command = [sys.executable, "-c", program, place]
+            shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=True)
+            assert shown.stdout == expected

@@ -266,6 +266,23 @@ def test_the_log_has_a_line_for_each_sample_as_soon_as_it_is_taken(tmp_path: Pat
     assert read()[-1]["algorithm"] == tuner.best.algorithm and float(read()[-1]["best"]) == pytest.approx(1e9, rel=0.01)
 
 
+def test_the_log_of_a_search_that_the_program_ends_says_so(tmp_path: Path) -> None:
+    for observed, phases in ((1, ["warmup", "ended"]), (3, ["warmup", "search", "search", "ended"])):
+        path = tmp_path / f"{observed}.csv"
+        tuner = Tuner(SPACE, TunedSettings(), warmup=1, samples=10, log=str(path))
+        for _ in range(observed):
+            tuner.observe(1e9)
+            tuner.adopt(tuner.propose())
+        in_force = TunedSettings(segment=tuner.settings.segment)
+        tuner.end(in_force)
+        with path.open(newline="") as file:
+            lines = list(csv.DictReader(file))
+        assert [line["phase"] for line in lines] == phases
+        expected = in_force if observed == 1 else tuner.best
+        assert {name: str(value) for name, value in asdict(expected).items()}.items() <= lines[-1].items()
+        assert float(lines[-1]["score"]) == pytest.approx(0 if observed == 1 else 1e9, rel=0.01)
+
+
 @given(st.integers(0, 1000))
 def test_the_prediction_is_the_conditional_of_a_joint_normal(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -6,11 +6,13 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.elastic.sampler import ElasticSampler, SamplerPart
 from collectives.elastic.shadow import Part, Shadow
 from collectives.elastic.state import State
 from collectives.elastic.state_file import StateFile
@@ -21,12 +23,17 @@ from collectives.worlds import generations, runtime
 class Attributes(Part):
     """Attributes of an object, with anything in them that pickle supports; NumPy arrays are kept apart from the rest.
 
-    Attributes that are arrays themselves must have the same shape and dtype on every rank, and are restored in place;
-    arrays elsewhere, as in a list, may be other ones, and are made anew.
+    Attributes that are arrays themselves are restored in place, where they have the form that they had. They begin with
+    the same shape and dtype on every rank; a rank that comes later takes them as they are by then. Arrays elsewhere, as
+    in a list, may be other ones, and are made anew.
     """
+
+    adapts = True
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
         self._owner, self._names = owner, list(names)
+        self._samplers: list[ElasticSampler] = []
+        """Those in the attributes, in a list, say."""
 
     def described(self) -> Mapping[str, str]:
         tensors = self._collected()[0]
@@ -52,6 +59,10 @@ class Attributes(Part):
 
         for name, value in Unpickler(io.BytesIO(rest)).load().items():
             setattr(self._owner, name, value)
+
+    def synced(self) -> None:
+        for sampler in self._samplers:
+            sampler.reset()
 
     def kind(self, value: Any) -> str | None:
         """Of what kind a tensor is; None if a value is none, and pickled."""
@@ -81,9 +92,12 @@ class Attributes(Part):
         values = {name: getattr(self._owner, name) for name in self._names}
         names = {id(value): name for name, value in values.items() if self.kind(value) is not None}
         tensors: dict[str, Any] = {}
+        self._samplers = []
 
         class Pickler(pickle.Pickler):
             def persistent_id(_, obj: Any) -> tuple[str, str] | None:
+                if isinstance(obj, ElasticSampler):
+                    self._samplers.append(obj)
                 kind = self.kind(obj)
                 if kind is None:
                     return None
@@ -116,8 +130,10 @@ class ObjectState(State):
     """A state of attributes: numbers, NumPy arrays, lists, anything that pickle supports.
 
     Each keyword becomes an attribute. `commit` copies values, so that later changes in place are undone by `restore`.
-    After `sync` all ranks have the values of those with the most commits; at first those of rank 0. NumPy arrays among
-    the attributes are restored and received in place, and must have equal shapes and dtypes on all ranks.
+    After `sync` all ranks have the values of the first of those with the most commits; at first those of rank 0. NumPy
+    arrays among the attributes are restored and received in place, and begin with equal shapes and dtypes on all ranks;
+    newcomers take them as they are by then, and whatever else has changed its form. An `ElasticSampler` remains the
+    same object on each rank, which deals its own share.
 
     Args:
         bcast_object, get_rank: as of `State`.
@@ -149,7 +165,10 @@ class ObjectState(State):
             setattr(self, name, value)
         self._synced = False
         self._file: StateFile | None = None
-        self._shadow = Shadow({**self._parts(), "state": self._attributes(list(kwargs))})
+        samplers = [name for name, value in kwargs.items() if isinstance(value, ElasticSampler)]
+        parts = {f"sampler {name}": SamplerPart(partial(getattr, self, name)) for name in samplers}
+        state = self._attributes([name for name in kwargs if name not in samplers])
+        self._shadow = Shadow({**self._parts(), **parts, "state": state})
         ObjectState.save(self)
 
     def _parts(self) -> Mapping[str, Part]:
@@ -171,8 +190,8 @@ class ObjectState(State):
     def sync(self) -> None:
         """Give all ranks the state of those that have committed the most, and save it; every rank calls it.
 
-        At first that is rank 0's. Those who have it send it to those who do not, all of them a part; if all ranks have
-        it, nothing is sent.
+        At first that is rank 0's. Those who have it send it to those who do not, all of them a part. Where they differ
+        in something, all ranks get it as the first of them has it. If all ranks have the same, nothing is sent.
 
         Raises:
             MismatchError: a name, shape or dtype differs between ranks; it is named, and nothing was changed.

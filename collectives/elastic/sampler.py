@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import random
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from itertools import cycle, islice
 from typing import Any
 
 from collectives.elastic import retry
+from collectives.elastic.shadow import Part
 from collectives.worlds import generations, runtime
 
 
@@ -101,8 +103,41 @@ class ElasticSampler:
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_members": None}  # another rank must not deal this one's share
+
     def __iter__(self) -> Iterator[int]:
+        self._deal_anew()
         return islice(cycle(self.remaining_indices), self.rank, self.total_size, self.num_replicas)
 
     def __len__(self) -> int:
+        self._deal_anew()
         return self.num_samples
+
+    def _deal_anew(self) -> None:
+        """Deal the first time after it was received."""
+        if self._members is None:
+            self.reset()
+
+
+class SamplerPart(Part):
+    """An `ElasticSampler` of a state, which deals its unprocessed indices again after each synchronization.
+
+    Args:
+        sampler: returns it.
+    """
+
+    def __init__(self, sampler: Callable[[], ElasticSampler]) -> None:
+        self._sampler = sampler
+
+    def described(self) -> Mapping[str, str]:
+        return {"attribute": "an ElasticSampler"}
+
+    def read(self) -> tuple[Mapping[str, Any], bytes]:
+        return {}, pickle.dumps(self._sampler().state_dict())
+
+    def write(self, tensors: Mapping[str, Any], rest: bytes) -> None:
+        self._sampler().load_state_dict(pickle.loads(rest))
+
+    def synced(self) -> None:
+        self._sampler().reset()

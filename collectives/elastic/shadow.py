@@ -11,7 +11,8 @@ alike byte by byte on all ranks, so that they are transferred as they are (`coll
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,13 @@ class Entry(NamedTuple):
 
 
 class Part:
-    """One part of a state. As it stands here, of NumPy arrays; frameworks replace `entry`, `view` and `copy`."""
+    """One part of a state. As it stands here, of NumPy arrays; frameworks replace `entry`, `view` and `copy`.
+
+    Attributes:
+        adapts: whether a rank takes another one's part whatever its own is like, once there is a state to take.
+    """
+
+    adapts = False
 
     def described(self) -> Mapping[str, str]:
         """What must be equal on all ranks, by subject; tensors whose shapes may change are left out."""
@@ -64,19 +71,28 @@ class Part:
         np.copyto(view, tensor)
 
 
+class Digest(NamedTuple):
+    """Checksums of a copy: of its layout, of what is no tensor, and of each tensor."""
+
+    layout: int
+    rest: int
+    tensors: list[int]
+
+
 class Copy:
     """A copy of a part.
 
     Attributes:
         layout: the tensors in the buffer, in their order.
         buffer: their elements.
-        views: the buffer as tensors.
+        raw, views: the buffer by tensor, as bytes and as tensors.
         rest: what is no tensor, pickled.
     """
 
     def __init__(self) -> None:
         self.layout: dict[str, Entry] = {}
         self.buffer: Bytes = np.empty(0, np.uint8)
+        self.raw: dict[str, Bytes] = {}
         self.views: dict[str, Any] = {}
         self.rest = b""
 
@@ -84,14 +100,15 @@ class Copy:
         """Have memory for tensors of a layout."""
         if layout == self.layout and list(layout) == list(self.layout):
             return
-        self.layout, self.views = {}, {}
+        self.layout, self.raw, self.views = {}, {}, {}
         starts, end = {}, 0
         for name, entry in layout.items():
             starts[name] = end
             end += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
         self.buffer = np.empty(end, np.uint8)
         for name, entry in layout.items():
-            self.views[name] = part.view(self.buffer[starts[name] :][: entry.nbytes], entry)
+            self.raw[name] = self.buffer[starts[name] :][: entry.nbytes]
+            self.views[name] = part.view(self.raw[name], entry)
         self.layout = dict(layout)
 
     def fill(self, part: Part) -> None:
@@ -101,6 +118,11 @@ class Copy:
         for name, tensor in tensors.items():
             part.copy(tensor, self.views[name])
         self.rest = rest
+
+    def digest(self) -> Digest:
+        """Checksums, by which ranks compare their copies."""
+        layout, rest = repr(list(self.layout.items())).encode(), self.rest
+        return Digest(zlib.crc32(layout), zlib.crc32(rest), [zlib.crc32(raw) for raw in self.raw.values()])
 
 
 class Shadow:
@@ -137,10 +159,10 @@ class Shadow:
         """Make the spare copies the current ones."""
         self._current = 1 - self._current
 
-    def restore(self) -> None:
-        """Write the current copies into the parts."""
-        for name, copy in self.current.items():
-            self.parts[name].write(copy.views, copy.rest)
+    def restore(self, names: Iterable[str] | None = None) -> None:
+        """Write the current copies into the parts; into all of them by default."""
+        for name in self.parts if names is None else names:
+            self.parts[name].write(self.current[name].views, self.current[name].rest)
 
     def replace(self, name: str) -> None:
         """Make what a part has now its current copy, and leave the other parts' as they are."""

@@ -3,11 +3,14 @@
     records       every rank says which version it holds, or that it is fresh: it has never been synchronized
     manifest      names, shapes and dtypes are compared, so that a mismatch is named, before any byte is moved
     holders       the ranks with the highest version; where all are fresh, those with the newest file, or rank 0
-    layout        the first holder tells how the copies are laid out, and what is no tensor
+    digests       several holders compare what they have: a model's running statistics, for one, differ
+    layout        the first holder tells how its copies are laid out, and what is no tensor
     stripes       k holders send a k-th of the bytes each; a single one broadcasts
+    differences   the first holder broadcasts those tensors that the others have otherwise, to all
 
-Everything is received into spare copies (`collectives.elastic.shadow`), which become the current ones when all of it
-is there. What fails in between changes no rank's state. Holders alone move no byte.
+So all ranks have what the first holder has, whole. Everything is received into spare copies
+(`collectives.elastic.shadow`), which become the current ones when all of it is there. What fails in between changes no
+rank's state. Holders alone, who have the same, move no byte.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from collectives.base.errors import MismatchError, OperationError, RankFailedError
-from collectives.elastic.shadow import Bytes, Shadow
+from collectives.elastic.shadow import Bytes, Copy, Digest, Shadow
 from collectives.engine.handles import Handle
 from collectives.frontends.agreement import agree
 from collectives.worlds.world import World
@@ -44,7 +47,7 @@ class Record(NamedTuple):
 
 
 def synchronize(world: World, shadow: Shadow, own: Record) -> int:
-    """Bring this rank's state, and its current copies, to what the holders of the newest version have now.
+    """Bring this rank's state, and its current copies, to what the first holder of the newest version has now.
 
     Every rank of the world calls it.
 
@@ -57,10 +60,6 @@ def synchronize(world: World, shadow: Shadow, own: Record) -> int:
         RankFailedError: the same, on ranks with a state, where it is for a newcomer, which raises the MismatchError.
         RecoverableError: a rank has failed. Current copies are whole: either what they were, or synchronized.
     """
-    with world.refusing(f"{LABEL}.length"):
-        described = {
-            f"{name}: {what}": text for name, part in shadow.parts.items() for what, text in part.described().items()
-        }
     records = world.allgather_object(own, name=LABEL)
     newest = max(record[:3] for record in records)
     synced, version, loaded = newest
@@ -72,7 +71,13 @@ def synchronize(world: World, shadow: Shadow, own: Record) -> int:
                 f"rank {world.rank}: all ranks that had the state have ended before they could hand it over; start the "
                 "job again, from a checkpoint if there is one [E1]"
             )
-    receivers = [rank for rank in range(world.size) if rank not in holders]
+    with world.refusing(f"{LABEL}: manifest"):
+        described = {
+            f"{name}: {what}": text
+            for name, part in shadow.parts.items()
+            if not (part.adapts and (synced or loaded))
+            for what, text in part.described().items()
+        }
     try:
         agree(world, f"{LABEL}: manifest", described)
     except MismatchError as error:
@@ -82,52 +87,71 @@ def synchronize(world: World, shadow: Shadow, own: Record) -> int:
                 f"rank {world.rank}: newcomers, ranks {fresh}, have another state: {error} [M10]"
             ) from error
         raise
-    if not receivers:
-        shadow.fill()
-    else:
-        _transfer(world, shadow, holders, receivers)
+    received = _transfer(world, shadow, holders)
     shadow.flip()
-    if world.rank in receivers:
-        shadow.restore()
+    shadow.restore(received)
     for part in shadow.parts.values():
         part.synced()
     return version + 1
 
 
-def _transfer(world: World, shadow: Shadow, holders: Sequence[int], receivers: Sequence[int]) -> None:
-    """Bring the holders' state into the spare copies of all ranks."""
+def _transfer(world: World, shadow: Shadow, holders: Sequence[int]) -> list[str]:
+    """Bring the first holder's state into the spare copies of all ranks. Returns the names of the parts that this rank
+    had otherwise, or not at all."""
     holds = world.rank in holders
     copies = shadow.spare
-    with world.refusing(f"{LABEL}: content.length"):
+    with world.refusing(f"{LABEL}: digests.length"):
         if holds:
             shadow.fill()
-    content = {name: (list(copy.layout.items()), copy.rest) for name, copy in copies.items()} if holds else None
+        own = {name: copy.digest() for name, copy in copies.items()} if holds and len(holders) > 1 else {}
+    digests = [each for each in world.allgather_object(own, name=f"{LABEL}: digests") if each] or [own]
+    receivers = [rank for rank in range(world.size) if rank not in holders]
+    if not receivers and all(each == digests[0] for each in digests):
+        return []
+    received = [name for name in copies if not holds or (own and own[name] != digests[0][name])]
+    content = None
+    if world.rank == holders[0]:
+        content = {name: (list(copy.layout.items()), copy.rest) for name, copy in copies.items()}
     content = world.broadcast_object(content, holders[0], name=f"{LABEL}: content")
     assert content is not None
     with world.refusing(f"{LABEL}: layout"):
-        if not holds:
-            for name, (layout, rest) in content.items():
-                copies[name].fit(shadow.parts[name], dict(layout))
-                copies[name].rest = rest
+        for name in received:
+            layout, rest = content[name]
+            copies[name].fit(shadow.parts[name], dict(layout))
+            copies[name].rest = rest
     agree(
         world,
         f"{LABEL}: layout",
         {f"{name}: {what}": str(entry) for name, copy in copies.items() for what, entry in copy.layout.items()},
     )
-    buffers = [copy.buffer for copy in copies.values() if copy.buffer.nbytes]
-    if len(holders) == 1:
-        for number, buffer in enumerate(buffers):
-            world.broadcast_(buffer, holders[0], name=f"{LABEL}: bytes.{number}")
-        return
+    striped, broadcast = list[Bytes](), list[Bytes]()
+    for name, copy in copies.items():
+        differing = _differing(copy, [each[name] for each in digests if each])
+        if len(holders) == 1 or 2 * sum(raw.nbytes for raw in differing) > copy.buffer.nbytes:
+            broadcast.append(copy.buffer)
+        else:
+            striped += [copy.buffer] if receivers else []
+            broadcast += differing
     handles: list[Handle[Any]] = []
     for number, holder in enumerate(holders):
-        for block in (block for buffer in buffers for block in _stripe(buffer, number, len(holders))):
+        for block in (block for buffer in striped for block in _stripe(buffer, number, len(holders))):
             if world.rank == holder:
                 handles += [world.isend(block, receiver, _TAG) for receiver in receivers]
             elif not holds:
                 handles.append(world.irecv(block, holder, _TAG))
     for handle in handles:
         handle.wait()
+    for number, raw in enumerate(raw for raw in broadcast if raw.nbytes):
+        world.broadcast_(raw, holders[0], name=f"{LABEL}: bytes.{number}")
+    return received
+
+
+def _differing(copy: Copy, digests: Sequence[Digest]) -> list[Bytes]:
+    """The tensors that not all holders have alike."""
+    if any(digest.layout != digests[0].layout for digest in digests):
+        return list(copy.raw.values())
+    sums = zip(*(digest.tensors for digest in digests), strict=True)
+    return [raw for raw, each in zip(copy.raw.values(), sums, strict=False) if len({*each}) > 1]
 
 
 def _stripe(buffer: Bytes, number: int, count: int) -> Iterator[Bytes]:

@@ -34,7 +34,7 @@ __all__ = ["HostsUpdatedInterrupt", "JaxState", "ObjectState", "run"]
 
 
 class _Attributes(Attributes):
-    """Attributes with JAX's arrays in them, which must be alike on all ranks, at the same places of their trees."""
+    """Attributes with JAX's arrays in them, which begin alike on all ranks, at the same places of their trees."""
 
     def described(self) -> Mapping[str, str]:
         trees = {name: getattr(self._owner, name) for name in self._names}
@@ -84,9 +84,9 @@ def forget_programs() -> None:
 class JaxState(ObjectState):
     """A state of pytrees: parameters, an optimizer's state, random keys, NumPy arrays, numbers.
 
-    Each keyword becomes an attribute, as in `ObjectState`. JAX's arrays, anywhere in them, must have the same shapes
-    and dtypes on all ranks; `restore` and `sync` make new ones, on the devices of those in their places. The arrays
-    that were saved may be donated.
+    Each keyword becomes an attribute, as in `ObjectState`. JAX's arrays, anywhere in them, must begin with the same
+    shapes and dtypes on all ranks; `restore` and `sync` make new ones, on the devices of those in their places. The
+    arrays that were saved may be donated.
 
     Raises:
         InvalidTypeError: a value cannot be pickled, or an array is sharded over several devices.

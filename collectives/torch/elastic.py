@@ -34,6 +34,7 @@ from collectives import elastic
 from collectives.base.errors import CollectivesError
 from collectives.elastic import HostsUpdatedInterrupt, ObjectState, run
 from collectives.elastic.object_state import Attributes
+from collectives.elastic.sampler import SamplerPart
 from collectives.elastic.shadow import Bytes, Entry, Part
 from collectives.torch.optimizer_state import layout, put_together, take_apart
 from collectives.torch.state import describe
@@ -183,20 +184,12 @@ class OptimizerStateHandler(_TorchPart):
         state.store(self.value)
 
 
-class SamplerStateHandler(Part):
+class SamplerStateHandler(SamplerPart):
     """An `ElasticSampler`, which deals its unprocessed indices again after each synchronization."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
+        super().__init__(lambda: self.value)
         self.value = sampler
-
-    def read(self) -> tuple[Mapping[str, Any], bytes]:
-        return {}, pickle.dumps(self.value.state_dict())
-
-    def write(self, tensors: Mapping[str, Any], rest: bytes) -> None:
-        self.value.load_state_dict(pickle.loads(rest))
-
-    def synced(self) -> None:
-        self.value.load_state_dict(self.value.state_dict())
 
 
 _Registry = list[tuple[type, Any]]

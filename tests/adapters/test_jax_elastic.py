@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from collectives import elastic
 from collectives.base.errors import InvalidTypeError, MismatchError, RecoverableError
 from collectives.elastic import retry
 from collectives.jax.eager import wait_for_effects
@@ -139,3 +140,15 @@ def test_values_that_are_divided_by_a_number_of_ranks_are_not_combined_again(hvd
     with retry.retrying(True) as steps:
         jax.block_until_ready((jax.jit(calls) if compiled else calls)(jnp.ones(3)))
     assert steps._left == {"mean": 1}
+
+
+def test_each_rank_deals_its_own_samples_and_a_newcomer_takes_new_trees(hvd: Any) -> None:
+    sampler, newcomer = elastic.ElasticSampler(range(4 * hvd.size()), shuffle=False), hvd.rank() == hvd.size() - 1
+    state = hvd.elastic.JaxState(params={"w": jnp.zeros(2)}, best=None, sampler=sampler)
+    if hvd.size() > 1 and newcomer:
+        state._synced = False
+    else:
+        state._synced, state.best = True, {"w": jnp.full(2, 3.0)}
+    state.sync()
+    assert state.sampler is sampler and list(sampler) == list(range(hvd.rank(), 4 * hvd.size(), hvd.size()))
+    assert state.best["w"].tolist() == [3.0, 3.0]

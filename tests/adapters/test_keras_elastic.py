@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from collectives.elastic import HostsUpdatedInterrupt, HostUpdateResult
+from collectives.elastic import ElasticSampler, HostsUpdatedInterrupt, HostUpdateResult
 from tests.adapters.keras_training import X, Y, keras, network, values
 
 BATCHES, BATCH = 3, 8
@@ -29,14 +29,16 @@ def seen(model: Any) -> list[Any]:
 
 def test_a_newcomer_gets_the_model_and_the_optimizer(hvd: Any) -> None:
     model = compiled(hvd, hvd.rank())
-    state = hvd.elastic.KerasState(model, batch=0, epoch=5 + hvd.rank())
+    sampler = ElasticSampler(range(3 * hvd.size()), shuffle=False)
+    state = hvd.elastic.KerasState(model, batch=0, epoch=5 + hvd.rank(), sampler=sampler)
     state.sync()
+    assert state.sampler is sampler and list(sampler) == list(range(hvd.rank(), 3 * hvd.size(), hvd.size()))
     assert state.epoch == 5 and all(each == seen(model) for each in hvd.allgather_object(seen(model)))
     fit(hvd, model, [])
     state.commit()
     if hvd.rank() == hvd.size() - 1:
         model = compiled(hvd, 99)
-        state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+        state = hvd.elastic.KerasState(model, batch=0, epoch=0, sampler=sampler)
     state.sync()
     committed = seen(model)
     assert state.epoch == 5 and all(each == committed for each in hvd.allgather_object(committed))

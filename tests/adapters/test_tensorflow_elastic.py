@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from collectives.base.errors import MismatchError
+from collectives.elastic import ElasticSampler
 
 
 def test_variables_become_those_of_rank_0_and_return(hvd: Any) -> None:
@@ -16,8 +17,10 @@ def test_variables_become_those_of_rank_0_and_return(hvd: Any) -> None:
     weights = tf.Variable(tf.fill([3, 2], float(rank)))
     halves = tf.Variable(tf.cast(tf.fill([5], rank), tf.bfloat16))
     count = tf.Variable(rank, dtype=tf.int64)
-    state = hvd.elastic.TensorFlowState([weights, halves, count], batch=10 + rank)
+    sampler = ElasticSampler(range(3 * hvd.size()), shuffle=False)
+    state = hvd.elastic.TensorFlowState([weights, halves, count], batch=10 + rank, sampler=sampler)
     state.sync()
+    assert state.sampler is sampler and list(sampler) == list(range(rank, 3 * hvd.size(), hvd.size()))
     assert not np.any(weights) and not np.any(tf.cast(halves, tf.float32)) and (int(count), state.batch) == (0, 10)
     weights.assign_add(tf.ones([3, 2]))
     halves.assign(halves + 1)

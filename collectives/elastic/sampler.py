@@ -20,9 +20,11 @@ class ElasticSampler:
     as ranks need to get equally many are dealt twice.
 
     Where ranks die and steps go on without them (``recover="retry"``), what was dealt to them is *postponed*: it is
-    dealt again, to all, behind what is left of the epoch, after the next commit.
+    dealt again, to all, behind what is left of the epoch, after the next commit; in the next epoch, if that comes
+    first.
 
-    Pass it to a state, call `record_batch` after each step, and `set_epoch` at the end of each epoch.
+    Pass it to a state, call `record_batch` after each step, and at the end of each epoch commit, and call `set_epoch`
+    then.
 
     Args:
         dataset: anything with a length, which stays the same.
@@ -33,6 +35,7 @@ class ElasticSampler:
         epoch: as set by `set_epoch`.
         processed_num: samples that all ranks together have processed in this epoch.
         postponed: indices that ranks would have processed that have died, in the order in which they are dealt again.
+        carried: those that were postponed in the epoch before and not processed there; this one has them, too.
         num_replicas, rank: the ranks among which indices are dealt, and this one.
         remaining_indices: those that were unprocessed when they were dealt, in their order.
         num_samples, total_size: indices of this rank, and of all ranks.
@@ -41,6 +44,9 @@ class ElasticSampler:
         sampler = ElasticSampler(range(1000))
         for batch, index in enumerate(sampler):
             sampler.record_batch(batch, 1)
+            state.commit()
+        state.commit()
+        sampler.set_epoch(1)
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -48,13 +54,20 @@ class ElasticSampler:
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = self.processed_num = self._recorded = 0
-        self.postponed: list[int] = []
+        self.carried: list[int] = []
+        self._postponed: list[int] = []
+        """As positions: those below the length of the data set are its indices, and the others are in `carried`."""
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: no sample is processed. To be called at the end of the one before, so that an epoch in which
-        ranks have changed is not begun again."""
-        self.load_state_dict({"epoch": epoch, "processed_num": 0})
+        ranks have changed is not begun again; after a commit, so that what is postponed is processed in its epoch."""
+        carried = self.carried
+        if epoch != self.epoch:
+            unprocessed = len(self.dataset) + len(self.carried) - self.processed_num
+            first = max(len(self._postponed) - unprocessed, 0)
+            carried = self._indices(self._postponed[first:])
+        self.load_state_dict({"epoch": epoch, "processed_num": 0, "carried": carried})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that every rank has processed a batch of this size; ``batch_idx`` is part of Horovod's interface.
@@ -68,20 +81,26 @@ class ElasticSampler:
         if living != self._members:
             dead = {position for position, member in enumerate(self._members) if member not in living}
             batches = range(start, self._recorded)
-            lost = {self.remaining_indices[at]: None for at in batches if at % self.num_replicas in dead}
-            self.postponed = [*(index for index in self.postponed if index not in lost), *lost]
+            lost = {self._remaining[at]: None for at in batches if at % self.num_replicas in dead}
+            self._postponed = [*(position for position in self._postponed if position not in lost), *lost]
             self.processed_num -= len(lost)
 
+    @property
+    def postponed(self) -> list[int]:
+        return self._indices(self._postponed)
+
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, number of processed samples, and what is postponed, if anything is."""
-        postponed = {"postponed": list(self.postponed)} if self.postponed else {}
-        return {"epoch": self.epoch, "processed_num": self.processed_num, **postponed}
+        """Epoch, number of processed samples, and what is postponed and carried, if anything is."""
+        others = {"postponed": list(self._postponed), "carried": list(self.carried)}
+        present = {name: indices for name, indices in others.items() if indices}
+        return {"epoch": self.epoch, "processed_num": self.processed_num, **present}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a `state_dict`, and deal the indices that are unprocessed by it."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
-        self.postponed = list(state_dict.get("postponed", ()))
+        self._postponed = list(state_dict.get("postponed", ()))
+        self.carried = list(state_dict.get("carried", ()))
         self.reset()
 
     def reset(self) -> None:
@@ -93,13 +112,16 @@ class ElasticSampler:
         else:
             self.num_replicas, self.rank = runtime.size(), runtime.rank()
         self._recorded = 0
-        indices = list(range(len(self.dataset)))
+        count = len(self.dataset)
+        positions = list(range(count))
         if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(indices)
-        if self.postponed:
-            behind = set(self.postponed)
-            indices = [index for index in indices if index not in behind] + self.postponed
-        self.remaining_indices: list[int] = indices[self.processed_num :]
+            random.Random(self.seed + self.epoch).shuffle(positions)
+        positions += range(count, count + len(self.carried))
+        if self._postponed:
+            behind = set(self._postponed)
+            positions = [position for position in positions if position not in behind] + self._postponed
+        self._remaining = positions[self.processed_num :]
+        self.remaining_indices = self._indices(self._remaining)
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
 
@@ -113,6 +135,10 @@ class ElasticSampler:
     def __len__(self) -> int:
         self._deal_anew()
         return self.num_samples
+
+    def _indices(self, positions: list[int]) -> list[int]:
+        count = len(self.dataset)
+        return [position if position < count else self.carried[position - count] for position in positions]
 
     def _deal_anew(self) -> None:
         """Deal the first time after it was received."""

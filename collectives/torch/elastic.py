@@ -15,6 +15,7 @@ Example:
                 ...
                 state.sampler.record_batch(batch, 32)
                 state.commit()
+            state.commit()
             state.epoch += 1
             state.sampler.set_epoch(state.epoch)
 

@@ -50,7 +50,7 @@ def main() -> None:
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=0.9), model.named_parameters()
     )
-    state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=1)
+    state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=1, loss=0.0)
 
     def scale_learning_rate() -> None:
         for group in optimizer.param_groups:
@@ -67,13 +67,14 @@ def main() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.step()
                 sampler.record_batch(batch - 1, args.batch_size)
+                state.loss = loss.item()
                 if batch % args.commit_every == 0:
                     state.commit()
+            state.commit()  # before set_epoch: the samples of a rank that has died are dealt again in their own epoch
             if hvd.rank() == 0:
-                print(f"Epoch: {state.epoch}\tRanks: {hvd.size()}\tLoss: {loss.item():.4f}", flush=True)
+                print(f"Epoch: {state.epoch}\tRanks: {hvd.size()}\tLoss: {state.loss:.4f}", flush=True)
             state.epoch += 1
             sampler.set_epoch(state.epoch)
-            state.commit()
 
     state.register_reset_callbacks([scale_learning_rate])
     train(state)

@@ -104,6 +104,49 @@ def test_what_was_dealt_to_the_dead_is_dealt_again(
     assert set(counts) == set(range(count)) and sum(counts.values()) - count <= dealt_twice
 
 
+@given(
+    st.integers(0, 60),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.booleans()), min_size=1, max_size=4),
+)
+def test_what_the_dead_have_left_over_of_an_epoch_is_dealt_in_the_next_one(
+    count: int, batch_size: int, epochs: list[tuple[int, int, bool]]
+) -> None:
+    """By epoch: how many batches come before a death, who dies, and whether a commit comes before the epoch's end."""
+    seen: list[int] = []
+    committed: dict[str, Any] = {"epoch": 0, "processed_num": 0}
+    living, filled_up = (0, 1, 2, 3, 4), 0
+    for epoch, (before, who, commits) in enumerate([*epochs, (99, 0, True)]):
+        while True:
+            samplers: dict[int, ElasticSampler] = {}
+            for member in living:
+                with of_member(member, living):
+                    samplers[member] = ElasticSampler(range(count), shuffle=True)
+                    samplers[member].load_state_dict(committed)
+            filled_up += len(living)
+            shares, dead = {member: list(sampler) for member, sampler in samplers.items()}, living
+            for batch in range(-(-len(shares[living[0]]) // batch_size)):
+                if batch == before:
+                    living = tuple(member for member in living if member != living[who % len(living)]) or living
+                    before = 99
+                for member in living:
+                    seen += shares[member][batch * batch_size :][:batch_size]
+                    with of_member(member, living):
+                        samplers[member].record_batch(batch, batch_size)
+            if not commits or dead == living:
+                break
+            committed = samplers[living[0]].state_dict()
+        for member in living:
+            with of_member(member, living):
+                samplers[member].set_epoch(epoch + 1)
+        states = [samplers[member].state_dict() for member in living]
+        committed = states[0]
+        assert all(state == committed for state in states) and (not commits or "carried" not in committed)
+    counts, number = Counter(seen), len(epochs) + 1
+    assert all(counts[index] >= number for index in range(count))
+    assert sum(counts.values()) - number * count <= filled_up
+
+
 @given(st.integers(0, 40), st.integers(1, 6))
 def test_ranks_get_equally_many_even_of_fewer_samples_than_ranks(count: int, size: int) -> None:
     shares = [list(sampler) for sampler in samplers(size, count)]

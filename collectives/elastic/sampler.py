@@ -74,6 +74,7 @@ class ElasticSampler:
 
         To be called after the batch's step, which says whether ranks have died before it.
         """
+        self._deal_anew()
         start = self._recorded
         self._recorded = min(start + batch_size * self.num_replicas, len(self.remaining_indices))
         self.processed_num += self._recorded - start
@@ -126,7 +127,8 @@ class ElasticSampler:
         self.total_size = self.num_samples * self.num_replicas
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_members": None}  # another rank must not deal this one's share
+        # Another rank must not deal this one's share.
+        return {name: value for name, value in self.__dict__.items() if name != "_members"}
 
     def __iter__(self) -> Iterator[int]:
         self._deal_anew()
@@ -142,7 +144,7 @@ class ElasticSampler:
 
     def _deal_anew(self) -> None:
         """Deal the first time after it was received."""
-        if self._members is None:
+        if not hasattr(self, "_members"):
             self.reset()
 
 

@@ -122,7 +122,7 @@ class Copy:
     def digest(self) -> Digest:
         """Checksums, by which ranks compare their copies."""
         layout, rest = repr(list(self.layout.items())).encode(), self.rest
-        return Digest(zlib.crc32(layout), zlib.crc32(rest), [zlib.crc32(raw) for raw in self.raw.values()])
+        return Digest(zlib.crc32(layout), zlib.crc32(rest), [zlib.crc32(raw.data) for raw in self.raw.values()])
 
 
 class Shadow:

@@ -19,7 +19,7 @@ from collectives.engine.located import one_tensor
 from collectives.engine.negotiation import OUT_OF_MEMORY
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import AdasumTensor, Task, Words
-from collectives.plan.planner import Choice
+from collectives.plan.planner import LARGE_TENSOR, PACKED_TENSOR, Choice
 from collectives.plan.program import Medium
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _ALONE_FROM = 256 << 10
 """Bytes from which a tensor gains nothing from being copied into a buffer with others."""
-_ALONE_ON_ONE_HOST_FROM = 4 << 20
-"""Bytes from which a private tensor takes less time alone, by direct reads, than packed into windows with others."""
 _BUFFER_BYTES = 16 << 20
 """The most bytes of one such buffer."""
 
@@ -79,20 +77,32 @@ class Batch:
             self.tasks.append((self._alone(first), members))
             return
         choice = self._choose(entries)
-        through_windows = len(context.group.hosts) == 1 and choice.medium is Medium.WINDOW and not choice.native
-        alone_from = _ALONE_ON_ONE_HOST_FROM if through_windows else _ALONE_FROM
-        small = tuple(number for number in members if self.entries[number].nbytes < alone_from)
-        self.tasks += [(self._alone(self.entries[number]), (number,)) for number in members if number not in small]
-        if through_windows and len(small) > 1:
-            self._pass_through_windows(small)
-        else:
+        if len(context.group.hosts) > 1 or choice.medium is not Medium.WINDOW or choice.native:
+            small = self._set_apart(members, _ALONE_FROM)
             self._copy_together(small)
+        elif context.entries.locates_bucket(first, sum(each.nbytes for each in entries), len(entries)):
+            by_bytes = [(self.entries[number].nbytes, number) for number in members]
+            self._add([number for nbytes, number in by_bytes if nbytes >= LARGE_TENSOR], self._located_bucket)
+            self._add(
+                [number for nbytes, number in by_bytes if PACKED_TENSOR < nbytes < LARGE_TENSOR], self._located_bucket
+            )
+            self._add([number for nbytes, number in by_bytes if nbytes <= PACKED_TENSOR], Bucket)
+        else:
+            self._add(self._set_apart(members, LARGE_TENSOR), Bucket)
 
-    def _pass_through_windows(self, members: tuple[int, ...]) -> None:
+    def _set_apart(self, members: tuple[int, ...], least: int) -> tuple[int, ...]:
+        """Make a task of each tensor of ``least`` bytes or more. Returns the others."""
+        small = tuple(number for number in members if self.entries[number].nbytes < least)
+        self.tasks += [(self._alone(self.entries[number]), (number,)) for number in members if number not in small]
+        return small
+
+    def _add(self, members: Sequence[int], bucket: Callable[[Context, Sequence[CachedRequest], Choice], Task]) -> None:
+        """Make a task of tensors: a bucket, or that of the only one."""
         entries = [self.entries[number] for number in members]
-        locates = self._context.entries.locates_bucket(entries[0], sum(each.nbytes for each in entries), len(entries))
-        bucket = self._located_bucket if locates else Bucket
-        self.tasks.append((bucket(self._context, entries, self._choose(entries)), members))
+        if len(entries) > 1:
+            self.tasks.append((bucket(self._context, entries, self._choose(entries)), tuple(members)))
+        elif entries:
+            self.tasks.append((self._alone(entries[0]), tuple(members)))
 
     def _choose(self, entries: Sequence[CachedRequest]) -> Choice:
         return self._context.entries.choose_fused(entries[0], sum(each.nbytes for each in entries), len(entries))

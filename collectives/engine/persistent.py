@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from collectives.engine.batches import Batch
-from collectives.engine.buckets import LocatedBucket
+from collectives.engine.buckets import LocatedBucket, is_reached
 from collectives.engine.context import Context
 from collectives.engine.handles import EMPTY, Handle, no_result
 from collectives.engine.overlaps import claimed_extents
@@ -259,19 +259,18 @@ class BoundBucket(LocatedBucket):
         pieces = self._pieces
         pieces.sources = pieces.operands = [member.source for member in members]
         pieces.outs = [member.out for member in members]
-        self.packs = not all((row & MAPPED).all() for row in words)
-        self._fixed = () if self.packs else tuple(self._locate(peer, words[peer]) for peer in self._peers)
+        self._told[:-1] = words[self._context.rank]
+        self._words = self._words[-1:]
+        self._reached = [is_reached(words[peer]) for peer in self._peers]
+        self._fixed = [self._locate(peer, words[peer]) for peer in self._peers]
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
-        if self.packs:
-            self._stage()
-        return ()
+        self._show()
+        return self._words
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
-        if self.packs:
-            self._context.run_quietly(self.entry.warns, self._context.executor.run, self._plan, True)
-        else:
-            self._context.run_quietly(self.entry.warns, self._loop.run, self._fixed)
+        words_of = self._context.control.words_of
+        self._reduce(self._reached, [bool(words_of(peer)[0]) for peer in self._peers], lambda: self._fixed)
 
     def withdraw(self) -> None:
         """The tensors stay where they are."""

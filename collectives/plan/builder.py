@@ -14,11 +14,11 @@ import numpy as np
 from collectives.base import dtypes, logging
 from collectives.fusion import Pieces
 from collectives.plan import layouts
+from collectives.plan.bucket_loop import BucketLoop
 from collectives.plan.executor import Executor, stride_for
 from collectives.plan.lowering import compile_program, window_blocks
-from collectives.plan.mapped_bucket import MappedBucket
 from collectives.plan.plan import Plan
-from collectives.plan.planner import MAPPED_BLOCK_BYTES, Choice, Placement, medium_between
+from collectives.plan.planner import DIRECT_BLOCK_BYTES, MAPPED_BLOCK_BYTES, Choice, Placement, medium_between
 from collectives.plan.program import Layout, Medium
 from collectives.schedules import registry
 from collectives.schedules.algorithm import Algorithm
@@ -120,14 +120,17 @@ class Plans(Builder[Choice, Plan]):
         """An all-reduce of several tensors as one, through windows."""
         return self._plan("allreduce", _whole((pieces.total,), dtype), dtype, choice, kernel, finish, pieces=pieces)
 
-    def bucket_loop(self, pieces: Pieces, dtype: np.dtype[Any], kernel: Any, finish: Any) -> MappedBucket:
-        """An all-reduce of several mapped tensors as one."""
+    def bucket_loop(self, pieces: Pieces, dtype: np.dtype[Any], kernel: Any, finish: Any) -> BucketLoop:
+        """An all-reduce of several tensors as one, where they lie."""
         layout = layouts.whole((pieces.total,), dtype, self._size)
         why = "where the tensors of all ranks are mapped"
         self.log_choice("allreduce", pieces.total, dtype, "fused direct over mapped", why)
+        if self._placement.reads_private:
+            why = "elsewhere, unless windows turn out to take less time"
+            self.log_choice("allreduce", pieces.total, dtype, "fused direct over direct-read", why)
         start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
-        block = MAPPED_BLOCK_BYTES // dtype.itemsize
-        return self._executor.bucket_loop(pieces, dtype, start, size, block, kernel, finish)
+        blocks = MAPPED_BLOCK_BYTES // dtype.itemsize, DIRECT_BLOCK_BYTES // dtype.itemsize
+        return self._executor.bucket_loop(pieces, dtype, start, size, *blocks, kernel, finish)
 
     def log_choice(self, collective: str, count: int, dtype: np.dtype[Any], how: str, why: str) -> None:
         """Log how ``count`` elements in all will travel, and why; on rank 0 alone, because all ranks do the same."""

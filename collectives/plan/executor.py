@@ -24,8 +24,8 @@ import numpy as np
 
 from collectives.fusion import Pieces
 from collectives.plan.binder import Binder
+from collectives.plan.bucket_loop import BucketLoop
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
-from collectives.plan.mapped_bucket import MappedBucket
 from collectives.plan.mapped_loops import make_loop
 from collectives.plan.one_reduction import OneReduction, Quietly
 from collectives.plan.packing_binder import PackingBinder
@@ -136,15 +136,29 @@ class Executor:
         start: int,
         size: int,
         block: int,
+        direct_block: int,
         kernel: Kernel,
         finish: Scale | None,
-    ) -> MappedBucket:
-        """What reduces a bucket of mapped tensors, of which this rank owns ``size`` elements from ``start`` on."""
+    ) -> BucketLoop:
+        """What reduces a bucket where its tensors lie; this rank owns ``size`` elements of all from ``start`` on."""
         memory = self._group.memory
         assert memory is not None
-        self._grow_scratch(self._held * block * dtype.itemsize)
+        self._grow_scratch(self._held * direct_block * dtype.itemsize)
         rank, scratch = self._group.rank, self._scratch_as(dtype)
-        return MappedBucket(self.state, memory, self._others, rank, pieces, start, size, block, kernel, finish, scratch)
+        return BucketLoop(
+            self.state,
+            memory,
+            self._others,
+            rank,
+            pieces,
+            start,
+            size,
+            block,
+            direct_block,
+            kernel,
+            finish,
+            scratch,
+        )
 
     def one_reduction(self, plan: Plan, quietly: Quietly | None) -> OneReduction | None:
         """The quickest way to agree on a plan and to run it, if one reduction is all that it does."""

@@ -8,7 +8,7 @@ twice: before, when all tensors are there, and after, when no rank reads or writ
   by block, and in an all-reduce writes each block into the peers' outputs while it is in its cache;
 - `MappedMoves`: the direct allgather and all-to-all, and the broadcast in which every rank reads from the root.
 
-`mapped_bucket` has the loop of many tensors as one.
+`bucket_loop` has the loop of many tensors as one.
 """
 
 from __future__ import annotations

@@ -21,12 +21,16 @@ KIB, MIB = 1 << 10, 1 << 20
 
 MAPPED_BLOCK_BYTES = 256 * KIB
 """Bytes of a mapped tensor that are combined at once: so many of two tensors fit into a core's cache."""
+DIRECT_BLOCK_BYTES = MIB
+"""Bytes of a private tensor of a bucket that are combined at once: in smaller blocks, system calls cost more than the
+cache saves."""
+PACKED_TENSOR = 16 * KIB
+"""Bytes up to which packing a tensor of a bucket into a window takes less time than combining it where it lies."""
+LARGE_TENSOR = 4 * MIB
+"""Bytes from which a private tensor takes less time by direct reads than packed into windows with others."""
 _SCRATCH_LIMIT = 24 * MIB
 _TCP = "tcp"
 """Messages, as a transport of one call, where TCP carries them."""
-_PACKED_PIECE = 16 * KIB
-"""Bytes per tensor of a bucket, on average, up to which packing it into the window takes less time than combining it
-where it lies, tensor by tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +277,9 @@ class Planner:
     def locates_bucket(
         self, nbytes: int, pieces: int, algorithm: str | None = None, transport: str | None = None
     ) -> bool:
-        """`locates_tensors`, of ``pieces`` tensors that are reduced as one."""
+        """`locates_tensors`, of ``pieces`` tensors that are reduced as one: not of small ones, on average."""
         return (
-            nbytes > max(self.crossovers.window, pieces * _PACKED_PIECE)
+            nbytes > max(self.crossovers.window, pieces * PACKED_TENSOR)
             and self.locates_tensors(nbytes, transport)
             and (self._algorithm if algorithm in (None, "auto") else algorithm)
             in ("auto", "direct", registry.REPRODUCIBLE)

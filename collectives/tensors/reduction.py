@@ -133,7 +133,7 @@ def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling 
     truncated (beyond the dtype's range the result depends on the hardware). Bool: an average is already complete; with
     a factor, true if the product is not zero.
 
-    Whatever completes a block applies it: `plan.binder`, `fast_paths`, `one_reduction`, `mapped_loops`, `mapped_bucket`
+    Whatever completes a block applies it: `plan.binder`, `fast_paths`, `one_reduction`, `mapped_loops`, `bucket_loop`
     and `packing_binder`; without a plan `engine.inline`, `tasks` and `buckets`.
     """
     if not op.divides(dtype) or dtypes.is_half(dtype) or size == 1:

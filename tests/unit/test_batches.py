@@ -127,13 +127,14 @@ def test_buckets_of_one_host_go_through_windows_or_are_reduced_where_they_lie() 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((4 * MIB, 400 * KIB, 5 * MIB, 400 * KIB), [("alone", (0,)), ("alone", (2,)), ("located", (1, 3))]),
+        ((4 * MIB, 400 * KIB, 5 * MIB, 400 * KIB), [("located", (0, 2)), ("located", (1, 3))]),
         ((4 * MIB, 8, 8), [("alone", (0,)), ("window", (1, 2))]),
         ((8, 4 * MIB), [("alone", (1,)), ("alone", (0,))]),
-        ((4 * MIB - 1, 8), [("located", (0, 1))]),
+        ((4 * MIB - 1, 8, 16 * KIB, 16 * KIB + 1), [("located", (0, 3)), ("window", (1, 2))]),
+        ((8, 200 * KIB, 8, 200 * KIB), [("window", (0, 1, 2, 3))]),
     ],
 )
-def test_large_tensors_of_one_host_go_alone(sizes: tuple[int, ...], expected: Any) -> None:
+def test_tensors_of_one_host_are_told_apart_by_their_bytes(sizes: tuple[int, ...], expected: Any) -> None:
     assert tasks(context(), [entry(nbytes) for nbytes in sizes]) == expected
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.engine import located
+from collectives.engine import buckets, located
 from collectives.engine.buckets import Bucket, LocatedBucket
 from collectives.engine.context import Context
 from collectives.engine.located import LocatedTensor
@@ -42,7 +42,7 @@ def double(block: Array, out: Array) -> None:
 class Rank:
     """One rank's context, and its own decisions."""
 
-    def __init__(self, group: Group, seed: int, medium: Medium = Medium.WINDOW) -> None:
+    def __init__(self, group: Group, seed: int, medium: Medium = Medium.WINDOW, reads_private: bool = False) -> None:
         self.rank, self.size, self.control = group.rank, group.size, group.control
         self.executor = Executor(group)
         self.plans = Plans(
@@ -61,7 +61,8 @@ class Rank:
         group.memory.mapped.view_of = lambda peer, word, dtype: (
             None if unmapped and peer == 0 else view_of(peer, word, dtype)
         )
-        if medium is Medium.WINDOW and not unmapped:
+        group.memory.reads_private = reads_private
+        if medium is Medium.WINDOW and not unmapped and not reads_private:
             group.memory.fetch = group.memory.store = None  # neither is called
 
     def tensors(self, count: int, result: int) -> list[tuple[Array, Array]]:
@@ -196,17 +197,18 @@ def test_places_are_looked_up_again_when_the_arena_has_other_pieces(monkeypatch:
     st.sampled_from(["direct", "ring", "one-shot"]),
     st.sampled_from([8, 64, 1 << 20]),
     st.booleans(),
-    st.booleans(),
+    st.sampled_from([None, False, True, True]),
     SEEDS,
 )
 def test_a_bucket_is_reduced_wherever_each_rank_has_its_tensors(
-    size: int, counts: list[int], algorithm: str, block: int, scaled: bool, locates: bool, seed: int
+    size: int, counts: list[int], algorithm: str, block: int, scaled: bool, reads: bool | None, seed: int
 ) -> None:
-    turns = Turns(size, seed)
+    """``reads``: whether the system allows direct reads, of ranks that tell where their tensors lie."""
+    turns, locates = Turns(size, seed), reads is not None
     made = groups(turns, (range(size),))
 
     def body(number: int) -> None:
-        rank = Rank(made[number], seed)
+        rank = Rank(made[number], seed, reads_private=bool(reads))
         entries: list[Any] = [
             SimpleNamespace(
                 signature=TOKEN,
@@ -223,9 +225,11 @@ def test_a_bucket_is_reduced_wherever_each_rank_has_its_tensors(
         choice = Choice(algorithm, Medium.WINDOW, block, True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(builder, "MAPPED_BLOCK_BYTES", block)
+            patch.setattr(builder, "DIRECT_BLOCK_BYTES", 2 * block)
+            patch.setattr(buckets, "LARGE_TENSOR", 8 * 25)
             task = (LocatedBucket if locates else Bucket)(rank.context, entries, choice)
         tensors = [rank.tensors(count, count) for count in counts]
-        for call in range(6):
+        for call in range(8):
             handles = []
             for place, pairs in enumerate(tensors):
                 source, out = pairs[rank.own.integers(len(pairs))]

@@ -58,8 +58,9 @@ fence: Callable[[], None] | None = None if platform.machine().lower() in ("x86_6
 
 
 def max_words(size: int) -> int:
-    """The most words that travel with a token: a few numbers per rank, or two addresses for each of 1,024 tensors."""
-    return max(size + 4, 2048)
+    """The most words that travel with a token: a few numbers per rank, or two addresses for each of 1,024 tensors, and
+    one word of them all."""
+    return max(size + 4, 2049)
 
 
 def board_bytes(size: int) -> int:

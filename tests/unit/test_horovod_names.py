@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,20 @@ def test_what_is_not_here_says_so(name: str) -> None:
     with pytest.raises(ModuleNotFoundError, match=message) as raised:
         importlib.import_module(name)
     assert raised.value.name in (name, name.rpartition(".")[0])
+
+
+@pytest.mark.parametrize("spark", [True, False], ids=["with Spark", "without Spark"])
+def test_the_estimator_for_lightning_is_said_not_to_be_here(spark: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if re.match(r"(collectives|horovod)\.spark\b", name)]:
+        monkeypatch.delitem(sys.modules, name)
+    if spark:
+        package = types.ModuleType("horovod.spark")
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, "horovod.spark", package)
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    with pytest.raises(ImportError, match=r"no estimator for Lightning; have horovod\.spark\.run call") as raised:
+        importlib.import_module("horovod.spark.lightning")
+    assert ("pip install pyspark" in str(raised.value)) != spark
 
 
 def test_what_is_not_here_is_listed_and_nothing_else_is_said_to_be_missing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -51,6 +52,13 @@ def test_the_distribution_has_a_name_of_its_own() -> None:
     assert described("compat/pyproject.toml")["dependencies"] == [f"{NAME}>=0.1"]
     own = [need for needs in project["optional-dependencies"].values() for need in needs if "collectives" in need]
     assert own and all(need.startswith(f"{NAME}[") for need in own)
+
+
+def test_readme_says_what_installs_horovodrun() -> None:
+    install = (ROOT / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
+    assert re.search(r"^pip install \. \./compat +#.*horovodrun", install, re.MULTILINE)
+    module, _, function = described("compat/pyproject.toml")["scripts"]["horovodrun"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_numkong_is_an_extra_that_the_documented_installation_brings() -> None:

@@ -58,9 +58,9 @@ class deferred:  # used as a function
     def __enter__(self) -> None:
         global _deferral
         if _deferral is None and threading.current_thread() is threading.main_thread():
-            self._active = True
-            _deferral = self
             try:
+                self._active = True
+                _deferral = self
                 for number in _NUMBERS:
                     handler = _signal.getsignal(number)
                     if callable(handler):

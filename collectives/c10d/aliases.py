@@ -156,7 +156,7 @@ class Aliases:
             or _NEVER_OVERCOMMITS
         ):
             return None
-        with self._lock, interrupts.deferred():
+        with interrupts.deferred(), self._lock:
             self._sweep()
             address = flat.data_ptr()
             alias = self._aliases.get(address)

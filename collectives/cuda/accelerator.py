@@ -16,6 +16,7 @@ import numpy as np
 
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError
+from collectives.base.exclusion import exclusive
 from collectives.cuda.builder import DevicePlans
 from collectives.cuda.completion import Completion, Events
 from collectives.cuda.connection import Connection
@@ -57,7 +58,7 @@ class Accelerator:
         self._local_rank = local_rank
         self._turn = turn
         self._on_failure = on_failure
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pinned: dict[str, Array] = {}
         self._packings: set[Packing] = set()
         self._retired: list[Packing] = []
@@ -73,23 +74,23 @@ class Accelerator:
         assert self._device is not None
         return self._device
 
+    @exclusive
     def use(self, device: Device | None) -> Device:
         """Use this device from now on; None: the one that this rank's number selects.
 
         Raises:
             InvalidArgumentError: this world already uses another one.
         """
-        with self._lock:
-            if self._device is None:
-                override = self.config.device if self.config.device >= 0 else None
-                self._create(device or selection.provider().device(selection.choose(self._local_rank, override)))
-            elif device is not None and device is not self._device:
-                raise InvalidArgumentError(
-                    f"tensor: expected device {self.device.index}, on which this rank's first tensor was, got device "
-                    f"{device.index}: a rank uses one GPU; give it one with CUDA_VISIBLE_DEVICES, "
-                    f"torch.cuda.set_device or cupy.cuda.Device [G7]"
-                )
-            return self.device
+        if self._device is None:
+            override = self.config.device if self.config.device >= 0 else None
+            self._create(device or selection.provider().device(selection.choose(self._local_rank, override)))
+        elif device is not None and device is not self._device:
+            raise InvalidArgumentError(
+                f"tensor: expected device {self.device.index}, on which this rank's first tensor was, got device "
+                f"{device.index}: a rank uses one GPU; give it one with CUDA_VISIBLE_DEVICES, "
+                f"torch.cuda.set_device or cupy.cuda.Device [G7]"
+            )
+        return self.device
 
     def _create(self, device: Device) -> None:
         with active(device):

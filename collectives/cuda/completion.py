@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from collectives.base.exclusion import exclusively
 from collectives.device.protocol import Device, active
 from collectives.tensors.cuda_tensors import DeviceView
 from collectives.tensors.streams import free_of_capture
@@ -103,7 +104,7 @@ class Fence:
         self._failure = failure
         self._result: Any = None
         self.whose = "tensor"
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def pass_through(self, ordered: set[tuple[Completion, int]]) -> Any:
         """Order all later work of the calling thread's current stream after the operation.
@@ -131,15 +132,18 @@ class Fence:
                     )
                     completion.before(stream)
                     ordered.add((completion, stream))
-        with self._lock:
-            if self._finish is not None:
-                self._result, self._finish = self._finish(), None
-                if completion is not None and self.view.copied:
-                    # The result was just copied into the caller's tensor: other streams that fetch it must wait for
-                    # the copy too.
-                    with active(self.view.device):
-                        self.completion = Completion(completion.events, stream)
-            return self._result
+        if self._finish is not None:
+            exclusively(self._lock, self._finished, completion, stream)
+        return self._result
+
+    def _finished(self, completion: Completion | None, stream: int) -> None:
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+            if completion is not None and self.view.copied:
+                # The result was just copied into the caller's tensor: other streams that fetch it must wait for
+                # the copy too.
+                with active(self.view.device):
+                    self.completion = Completion(completion.events, stream)
 
     def then(self, change: Callable[[Any], Any]) -> None:
         """Have the caller given ``change(result)``; called before the result can be fetched."""

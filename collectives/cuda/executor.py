@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from collectives.base.errors import TransportError
+from collectives.base.exclusion import attempted, exclusively
 from collectives.cuda.launches import DevicePlan, Stage
 from collectives.cuda.messages import NcclMessages, StagedMessages
 from collectives.device.protocol import Array, Device
@@ -70,7 +71,7 @@ class DeviceExecutor:
         self._runs = 0
         self._arrived: list[int] = []
         self._reduced: list[int] = []
-        self._replaying = threading.Lock()
+        self._replaying = threading.RLock()
         """Held while graphs are created, launched and destroyed: `abandon_graphs` runs in another thread."""
         self._abandoned = False
         self._captures: dict[tuple[int, bytes], _Capture] = {}
@@ -104,8 +105,7 @@ class DeviceExecutor:
         if plan.partners:
             self._run_over_memory(plan, table, dtype)
         elif states:
-            with self._replaying:
-                self._replay(plan, table, dtype, states)
+            exclusively(self._replaying, self._replay, plan, table, dtype, states)
         else:
             self._run_over_messages(plan, table, dtype)
 
@@ -229,17 +229,12 @@ class DeviceExecutor:
 
     def release_graphs(self) -> None:
         """Destroy all graphs; the device is done with them. Closing an NCCL communicator waits for that."""
-        with self._replaying:
-            self._forget_graphs()
+        exclusively(self._replaying, self._forget_graphs)
 
     def abandon_graphs(self) -> None:
         """Destroy all graphs, which may be running, and capture no more. Aborting the communicator waits for that."""
         self._abandoned = True
-        if self._replaying.acquire(timeout=_ABANDON_WITHIN):  # the abort ends a call that hangs there
-            try:
-                self._destroy_graphs()
-            finally:
-                self._replaying.release()
+        attempted(self._replaying, _ABANDON_WITHIN, self._destroy_graphs)  # the abort ends a call that hangs there
 
     def close(self) -> None:
         """Destroy streams, events and graphs, once the device is done with them."""

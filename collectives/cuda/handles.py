@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.base.exclusion import exclusive
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.completion import Completion, Fence
 from collectives.cuda.request_cache import CachedDeviceRequest, DeviceRequestCache
@@ -33,7 +34,7 @@ class DeviceHandles:
         self.requests = requests
         self._rank = rank
         self._accelerator = accelerator
-        self._one_at_a_time = threading.Lock()
+        self._lock = threading.RLock()
         """Serializes the threads of a world of one rank, which has no engine to do so."""
 
     def in_place(self, entry: CachedDeviceRequest, view: DeviceView, tensor: Any, stores: bool = True) -> Handle:
@@ -124,11 +125,12 @@ class DeviceHandles:
                     mark = marks[stream] = accelerator.mark(stream)
                 part.ready = mark
 
+    @exclusive
     def run_alone(self, handle: Handle) -> None:
         """Carry out an operation in a world of one rank."""
         accelerator = self._accelerator
         entry: Any = handle.entry
-        with self._one_at_a_time, accelerator.active():
+        with accelerator.active():
             if handle.ready is not None:
                 accelerator.follow(handle.ready)
                 handle.ready = None

@@ -11,6 +11,7 @@ from cupy.cuda import driver, runtime
 from cupy.cuda import stream as streams
 
 from collectives.base.errors import TransportError
+from collectives.base.exclusion import exclusive
 from collectives.device import compiler, libcuda
 from collectives.device.cuda_errors import Attempt, refused
 from collectives.device.pinned import PinnedPool
@@ -60,7 +61,7 @@ class CupyDevice:
         self.name = libcuda.name(index)
         self.multiprocessors: int = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, index)
         self.shared_unit = _SHARED_UNIT
-        self._compiling = threading.Lock()
+        self._lock = threading.RLock()
         self._known_to = threading.local()
         self._modules: dict[str, int] = {}
         self._functions: dict[tuple[str, str], int] = {}
@@ -243,8 +244,9 @@ class CupyDevice:
         compiled = self._functions.get((source, name))
         return self._compile(source, name) if compiled is None else compiled
 
+    @exclusive
     def _compile(self, source: str, name: str) -> int:
-        with self._compiling, Attempt(self, f"load the kernel {name!r}"):
+        with Attempt(self, f"load the kernel {name!r}"):
             if source not in self._modules:
                 major, minor = (runtime.deviceGetAttribute(which, self.index) for which in _CAPABILITY)
                 self._modules[source] = driver.moduleLoadData(compiler.compiled(source, 10 * major + minor))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from collectives.base.exclusion import exclusively
 from collectives.device.protocol import Array
 
 _SMALLEST, _STEP = 4 << 10, 1 << 20
@@ -30,7 +31,7 @@ class PinnedPool:
 
     def __init__(self, lock: Callable[[int], int], unlock: Callable[[int], None]) -> None:
         self._lock, self._unlock = lock, unlock
-        self._taking = threading.Lock()
+        self._taking = threading.RLock()
         self._returned: deque[tuple[int, int]] = deque()
         """Sizes and addresses; appended by finalizers, which run at any time in any thread and therefore take no
         lock."""
@@ -40,20 +41,21 @@ class PinnedPool:
     def take(self, nbytes: int) -> Array:
         """``nbytes`` bytes as an array of uint8, contents undefined."""
         size = _size(nbytes)
-        with self._taking:
-            while self._returned:
-                returned, address = self._returned.popleft()
-                self._idle.setdefault(returned, []).append(address)
-                self._idle_bytes += returned
-            addresses = self._idle.get(size)
-            if addresses:
-                address = addresses.pop()
-                self._idle_bytes -= size
-            else:
-                if self._idle_bytes > _MOST_IDLE:
-                    self._release()
-                address = self._lock_pages(size)
+        address = exclusively(self._taking, self._taken, size)
         return np.asarray(_Pinned(address, nbytes, self._returned, size))
+
+    def _taken(self, size: int) -> int:
+        while self._returned:
+            returned, address = self._returned.popleft()
+            self._idle.setdefault(returned, []).append(address)
+            self._idle_bytes += returned
+        addresses = self._idle.get(size)
+        if addresses:
+            self._idle_bytes -= size
+            return addresses.pop()
+        if self._idle_bytes > _MOST_IDLE:
+            self._release()
+        return self._lock_pages(size)
 
     def _lock_pages(self, size: int) -> int:
         try:

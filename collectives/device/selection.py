@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable
 
 from collectives.base.errors import InvalidArgumentError, MissingDependencyError, TransportError
+from collectives.base.exclusion import exclusively
 from collectives.device import diagnosis, libcuda
 from collectives.device.protocol import Device
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 class CupyProvider:
@@ -25,7 +26,7 @@ class CupyProvider:
             raise MissingDependencyError(f"GPUs cannot be used here: {reason} [G5]")
         self._count = libcuda.count()
         self._make: Callable[[int], Device] = importlib.import_module("collectives.device.cupy_device").CupyDevice
-        self._making = threading.Lock()
+        self._making = threading.RLock()
         self._devices: dict[int, Device] = {}
 
     def count(self) -> int:
@@ -36,10 +37,12 @@ class CupyProvider:
         if index in self._devices:
             return self._devices[index]
         _check_number(index, self._count)
-        with self._making:
-            if index not in self._devices:
-                self._devices[index] = self._make(index)
-            return self._devices[index]
+        return exclusively(self._making, self._made, index)
+
+    def _made(self, index: int) -> Device:
+        if index not in self._devices:
+            self._devices[index] = self._make(index)
+        return self._devices[index]
 
     def device_of(self, address: int) -> Device:
         """The device that has an address; raises InvalidArgumentError if it is not in device memory."""
@@ -64,19 +67,21 @@ _provider: CupyProvider | None = None
 def provider() -> CupyProvider:
     """The provider of this process: CuPy's, unless `use` has set another. Created by the first call; raises as
     `CupyProvider`."""
+    return exclusively(_lock, _made_provider)
+
+
+def _made_provider() -> CupyProvider:
     global _provider
-    with _lock:
-        if _provider is None:
-            _provider = CupyProvider()
-        return _provider
+    if _provider is None:
+        _provider = CupyProvider()
+    return _provider
 
 
 def use(replacement: CupyProvider | None) -> CupyProvider | None:
     """Replace the provider; None: CuPy's. Returns the previous one."""
     global _provider
-    with _lock:
-        previous, _provider = _provider, replacement
-        return previous
+    previous, _provider = _provider, replacement
+    return previous
 
 
 def choose(local_rank: int, override: int | None = None) -> int:

@@ -121,7 +121,7 @@ class Engine:
         coordinator, submissions = self._coordinator, self._submissions
         progress, callers = self._progress, self._callers
         idle = False
-        try:
+        try:  # around everything between the lock's acquisition and its release: see `collectives.base.exclusion`
             if (entry.simple or type(out) is GatheredRows) and self._acquire(False):
                 # Checked with the lock held: until then another thread may have left something that goes first.
                 idle = not (
@@ -136,72 +136,72 @@ class Engine:
                 )
                 if not idle:
                     self._release()
-        except BaseException:  # an interrupt
-            if not progress.driving:
+            if idle:
+                progress.driving = True
+                if not callers.here.noted:
+                    callers.note()
+                name, token = entry.name, entry.signature
+                if name is None:
+                    token = (token + submissions.unnamed * NUMBER) & MASK
+                elif self._names.setdefault(name, WITHOUT_HANDLE) is not WITHOUT_HANDLE:
+                    submissions.refuse_duplicate(name)
+                try:
+                    task: OneTensor | Rows | None = entry.step
+                    if task is None or task.epoch != self._planner.epoch:
+                        task = self._bind(entry)
+                    attempt = task.attempt
+                    if attempt is not None:
+                        same = attempt(token, source, out)
+                    else:
+                        same = self._enter_and_look(token, task.prepare(source, out))
+                        if same:
+                            task.run()
+                    if same is None:
+                        same = self._await_late_ranks()
+                        if same:
+                            task.run()
+                    if same:
+                        self._solos += 1
+                        self._solo_bytes += entry.nbytes
+                        if name is None:
+                            submissions.unnamed += 1
+                        else:
+                            del self._names[name]
+                            statistics = self._statistics  # as `count_step`, without a call
+                            if entry.last_step == statistics.steps:
+                                statistics.steps += 1
+                            entry.last_step = statistics.steps
+                        if self._ledger.news or (name is not None and task.generation != self._ledger.generation):
+                            coordinator.settle(name if name is not None else submissions.unnamed - 1, task)
+                    else:
+                        # A rank is missing, or has proposed something else: continue as an operation with a handle.
+                        handle = handle or self._handle(entry, source, out, deliver, keep)
+                        handle.locate()
+                        handle.engine = self
+                        coordinator.enter_alone(handle)
+                except BaseException as error:
+                    self._failure.fail(error, (source, out))
+                    raise
+                if same is False:
+                    progress.guarded(coordinator.compare)
+                if same:
+                    progress.driving = False
+                    self._release()
+                    if self._owns():
+                        progress.release()  # an earlier call was interrupted twice
+                else:
+                    progress.release()
+        except BaseException:  # such as an interrupt
+            if idle:
+                if self._names.get(entry.name or "", self) is WITHOUT_HANDLE:
+                    del self._names[entry.name or ""]
+                progress.release()
+            elif not progress.driving:
                 progress.release()
             raise
         if not idle:
             return self._run_with_handle(handle or self._handle(entry, source, out, deliver, keep))
-        progress.driving = True
-        try:
-            if not callers.here.noted:
-                callers.note()
-            name, token = entry.name, entry.signature
-            if name is None:
-                token = (token + submissions.unnamed * NUMBER) & MASK
-            elif self._names.setdefault(name, WITHOUT_HANDLE) is not WITHOUT_HANDLE:
-                submissions.refuse_duplicate(name)
-            try:
-                task: OneTensor | Rows | None = entry.step
-                if task is None or task.epoch != self._planner.epoch:
-                    task = self._bind(entry)
-                attempt = task.attempt
-                if attempt is not None:
-                    same = attempt(token, source, out)
-                else:
-                    same = self._enter_and_look(token, task.prepare(source, out))
-                    if same:
-                        task.run()
-                if same is None:
-                    same = self._await_late_ranks()
-                    if same:
-                        task.run()
-                if same:
-                    self._solos += 1
-                    self._solo_bytes += entry.nbytes
-                    if name is None:
-                        submissions.unnamed += 1
-                    else:
-                        del self._names[name]
-                        statistics = self._statistics  # as `count_step`, without a call
-                        if entry.last_step == statistics.steps:
-                            statistics.steps += 1
-                        entry.last_step = statistics.steps
-                    if self._ledger.news or (name is not None and task.generation != self._ledger.generation):
-                        coordinator.settle(name if name is not None else submissions.unnamed - 1, task)
-                else:
-                    # A rank is missing, or has proposed something else: continue as an operation with a handle.
-                    handle = handle or self._handle(entry, source, out, deliver, keep)
-                    handle.locate()
-                    handle.engine = self
-                    coordinator.enter_alone(handle)
-            except BaseException as error:
-                self._failure.fail(error, (source, out))
-                raise
-            if same is False:
-                progress.guarded(coordinator.compare)
-            if not same:
-                progress.release()
-        except BaseException:
-            if self._names.get(entry.name or "", self) is WITHOUT_HANDLE:
-                del self._names[entry.name or ""]
-            progress.release()
-            raise
         if same:
-            progress.driving = False
-            self._release()
-            if self._owns():
-                progress.release()  # an earlier call was interrupted just after it had acquired the lock
             if callers.followers or self._inbox:
                 progress.hand_over()  # other threads have submitted something, or wait
             return None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 import numpy as np
 
 from collectives.base.errors import CollectivesError
+from collectives.base.exclusion import exclusively
 from collectives.base.logging import logger
 from collectives.engine.overlaps import InFlight
 from collectives.engine.request_cache import CachedRequest
@@ -35,7 +36,7 @@ else:
 EMPTY: Any = np.empty(0)
 """Stands for an array where there is none."""
 PACKAGE = str(Path(__file__).parents[1])
-_adding = threading.Lock()
+_adding = threading.RLock()
 _MOST_UNNAMED_ROWS = 1000
 
 
@@ -172,13 +173,15 @@ class Handle(Generic[Result]):
         The completing thread calls it from within the engine: it should be quick, and may neither call a collective nor
         wait for one. On a GPU the work may still be running; `wait` orders later work after it. Exceptions are logged.
         """
-        with _adding:
-            if self._callbacks is None:
-                self._callbacks = []
-        self._callbacks.append(callback)
+        exclusively(_adding, self._add_callback, callback)
         # Read last; the completing thread reads the callbacks last, so that one of the two threads sees this one.
         if self.done:
             self._call_back()
+
+    def _add_callback(self, callback: Callable[[Handle], object]) -> None:
+        if self._callbacks is None:
+            self._callbacks = []
+        self._callbacks.append(callback)
 
     def _call_back(self) -> None:
         callbacks = self._callbacks

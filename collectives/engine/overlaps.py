@@ -19,10 +19,11 @@ import threading
 from bisect import bisect_left
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from collectives.base.exclusion import give_back
 from collectives.tensors.arrays import extent_of
 from collectives.tensors.detection import Extent, Strided, share_a_byte
 
@@ -54,7 +55,7 @@ class InFlight:
         self._entangled: list[Span] = []
         """Spans that overlap others, as is allowed."""
         self._room = _ROOM
-        self._lock = threading.RLock()  # a signal handler may submit an operation while its thread is in here
+        self._lock: Any = threading.RLock()  # a signal handler may submit an operation while its thread is in here
 
     def claim(self, handle: Handle) -> str | None:
         """Record the memory of an operation until it is complete.
@@ -67,33 +68,39 @@ class InFlight:
             return None
         operations, apart = self.operations, self._apart
         handle.claim = number = next(self._numbers)
-        with self._lock:
-            if not operations:
-                apart.clear()
-                self._entangled.clear()
-            elif len(apart) > self._room:
-                self._drop_complete()
-            operations[number] = handle
-            try:
-                if not self._entangled:
-                    # The usual case: it fits between two others.
-                    start, end = extents[0][0], extents[-1][1]
-                    at = bisect_left(apart, (end,))
-                    if not at or apart[at - 1][1] <= start:
-                        if len(extents) == 1:
-                            apart.insert(at, (*extents[0], number))
-                            return None
-                        if _lie_apart(extents):
-                            apart[at:at] = [(*extent, number) for extent in extents]
-                            return None
-                for extent in extents:
-                    other = self._insert((*extent, number))
-                    if other is not None:
-                        del operations[number]
-                        return _refusal(handle, extent, other, operations.get(other[4]))
-            except BaseException:  # an interrupt, with only some of the spans recorded
-                operations.pop(number, None)
-                raise
+        lock = self._lock
+        nested = lock._is_owned()
+        try:  # as `exclusively`, without a call
+            with lock:
+                if not operations:
+                    apart.clear()
+                    self._entangled.clear()
+                elif len(apart) > self._room:
+                    self._drop_complete()
+                operations[number] = handle
+                try:
+                    if not self._entangled:
+                        # The usual case: it fits between two others.
+                        start, end = extents[0][0], extents[-1][1]
+                        at = bisect_left(apart, (end,))
+                        if not at or apart[at - 1][1] <= start:
+                            if len(extents) == 1:
+                                apart.insert(at, (*extents[0], number))
+                                return None
+                            if _lie_apart(extents):
+                                apart[at:at] = [(*extent, number) for extent in extents]
+                                return None
+                    for extent in extents:
+                        other = self._insert((*extent, number))
+                        if other is not None:
+                            del operations[number]
+                            return _refusal(handle, extent, other, operations.get(other[4]))
+                except BaseException:  # an interrupt, with only some of the spans recorded
+                    operations.pop(number, None)
+                    raise
+        finally:
+            if not nested and lock._is_owned():
+                give_back(lock)
         return None
 
     def _insert(self, span: Span) -> Span | None:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
+from collectives.base.exclusion import exclusively
 from collectives.base.logging import logger
 from collectives.base.wake_up import WakeUp
 from collectives.engine.trace_file import TraceFile
@@ -81,7 +82,7 @@ class Timeline:
     ) -> None:
         self._rank, self._offset = rank, offset
         self._path = os.fspath(path)
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._lock, self._writing = threading.RLock(), threading.RLock()
         self._lines: list[str] = []
         self._waiting_bytes = 0
         self._tracks: dict[str, list[_Lane]] = {}
@@ -109,34 +110,26 @@ class Timeline:
         A span that overlaps an earlier one of its track without nesting goes to another lane. Beyond 200 lanes a rank's
         spans are recorded outside the tracks, like those of `async_span`.
         """
-        values = _values(args)
-        with self._lock:
-            start, stop = self._times(begin, end)
-            lane = self._lane(track, start, stop)
-            if lane is None:
-                self._add_async("more tracks", name, start, stop, _values({"track": track, **args}))
-            else:
-                self._add(
-                    f'{lane.head}"ts":{_us(start)},"dur":{_us(stop - start)},"name":{_quoted(name)},"args":{values}}}'
-                )
-        self._relieve()
+        self._record(self._add_span, track, name, *self._times(begin, end), args)
+
+    def _add_span(self, track: str, name: str, start: int, stop: int, args: dict[str, object]) -> None:
+        lane = self._lane(track, start, stop)
+        if lane is None:
+            self._add_async("more tracks", name, start, stop, {"track": track, **args})
+        else:
+            values = _values(args)
+            self._add(
+                f'{lane.head}"ts":{_us(start)},"dur":{_us(stop - start)},"name":{_quoted(name)},"args":{values}}}'
+            )
 
     def async_span(self, category: str, name: str, begin: float, end: float, **args: object) -> None:
         """Record a span that may overlap any other, such as the negotiation of a tensor."""
-        values = _values(args)
-        with self._lock:
-            self._add_async(category, name, *self._times(begin, end), values)
-        self._relieve()
+        self._record(self._add_async, category, name, *self._times(begin, end), args)
 
     def mark(self, name: str, at: float, **args: object) -> None:
         """Record a moment of the rank, such as the beginning of a cycle."""
-        values = _values(args)
-        with self._lock:
-            stamp = _us(self._times(at, at)[0])
-            self._add(
-                f'{{"ph":"i","pid":{self._rank},"tid":0,"s":"p","ts":{stamp},"name":{_quoted(name)},"args":{values}}}'
-            )
-        self._relieve()
+        where = f'"pid":{self._rank},"tid":0,"s":"p","ts":{_us(self._times(at, at)[0])}'
+        self._record(self._add, f'{{"ph":"i",{where},"name":{_quoted(name)},"args":{_values(args)}}}')
 
     def phase(self, scope: str, row: str, name: str, begin: float, end: float, **args: object) -> None:
         """Record a phase of a tensor on its own row, such as ``ALLREDUCE``.
@@ -146,24 +139,20 @@ class Timeline:
             row: the tensor's name.
             begin, end: as for ``span``. Phases of one tensor nest or do not overlap.
         """
-        values = _values(args)
-        with self._lock:
-            pid = self._row(scope, row)
-            if pid is not None:
-                start, stop = self._times(begin, end)
-                self._add(f'{{"ph":"B","pid":{pid},"tid":0,"ts":{_us(start)},"name":{_quoted(name)}}}')
-                self._add(f'{{"ph":"E","pid":{pid},"tid":0,"ts":{_us(stop)},"args":{values}}}')
-        self._relieve()
+        start, stop = self._times(begin, end)
+        begins = f'"ph":"B","tid":0,"ts":{_us(start)},"name":{_quoted(name)}'
+        self._record(self._add_to_row, scope, row, begins, f'"ph":"E","tid":0,"ts":{_us(stop)},"args":{_values(args)}')
 
     def tick(self, scope: str, row: str, at: float) -> None:
         """Record on a tensor's row that this rank has submitted it."""
-        with self._lock:
-            pid = self._row(scope, row)
-            if pid is not None:
-                self._add(
-                    f'{{"ph":"X","pid":{pid},"tid":0,"ts":{_us(self._times(at, at)[0])},"dur":0,"name":"{self._rank}"}}'
-                )
-        self._relieve()
+        stamp = _us(self._times(at, at)[0])
+        self._record(self._add_to_row, scope, row, f'"ph":"X","tid":0,"ts":{stamp},"dur":0,"name":"{self._rank}"')
+
+    def _add_to_row(self, scope: str, row: str, *events: str) -> None:
+        pid = self._row(scope, row)
+        if pid is not None:
+            for event in events:
+                self._add(f'{{"pid":{pid},{event}}}')
 
     def _row(self, scope: str, row: str) -> int | None:
         """The process id of a tensor's row, the same on all ranks; None beyond the largest number of rows."""
@@ -182,11 +171,13 @@ class Timeline:
     def close(self) -> None:
         """Write all recorded events and close the file. Later calls record nothing; closing again does nothing."""
         self._write(_PATIENCE, at_any_rate=True)
-        with self._writing, self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+        exclusively(self._writing, exclusively, self._lock, self._close)
         self._due.set()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _times(self, begin: float, end: float) -> tuple[int, int]:
         """In whole nanoseconds of rank 0's clock, so that spans which touch do not overlap by rounding."""
@@ -212,12 +203,12 @@ class Timeline:
         pid = self._rank if pid is None else pid
         return f'{{"ph":"M","pid":{pid},"tid":{tid},"name":"{what}","args":{_values(args)}}}'
 
-    def _add_async(self, category: str, name: str, start: int, stop: int, values: str) -> None:
+    def _add_async(self, category: str, name: str, start: int, stop: int, args: dict[str, object]) -> None:
         # Ids are one space for all processes of a trace.
         self._async_spans += 1
         number = f"0x{self._rank << 40 | self._async_spans:x}"
         common = f'"pid":{self._rank},"tid":0,"id":"{number}","cat":{_quoted(category)},"name":{_quoted(name)},"ts":'
-        self._add(f'{{"ph":"b",{common}{_us(start)},"args":{values}}}')
+        self._add(f'{{"ph":"b",{common}{_us(start)},"args":{_values(args)}}}')
         self._add(f'{{"ph":"e",{common}{_us(stop)}}}')
 
     def _add(self, line: str) -> None:
@@ -228,27 +219,35 @@ class Timeline:
         if not self._due.is_set():
             self._due.set()
 
-    def _relieve(self) -> None:
-        """Write if too many events are unwritten; called without the lock."""
+    def _record(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Call what adds events, and write if too many are unwritten."""
+        exclusively(self._lock, act, *arguments)
         if self._waiting_bytes >= _MOST_BYTES:
             self._write(0.0, at_any_rate=True)
 
     def _write(self, patience: float, at_any_rate: bool = False) -> None:
-        with self._writing:
-            with self._lock:
-                lines, self._lines, self._waiting_bytes = self._lines, [], 0
-            if self._file is None or not lines:
-                return
-            try:
-                if not self._file.add(lines, patience, at_any_rate):
-                    with self._lock:
-                        self._lines[:0] = lines
-                        self._waiting_bytes += sum(map(len, lines))
-                        self._due.set()
-            except OSError as error:
-                logger.warning("the timeline %r ends here, it cannot be written: %s [W58]", self._path, error.strerror)
-                self._file.close()
-                self._file = None
+        exclusively(self._writing, self._write_lines, patience, at_any_rate)
+
+    def _write_lines(self, patience: float, at_any_rate: bool) -> None:
+        lines = exclusively(self._lock, self._taken)
+        if self._file is None or not lines:
+            return
+        try:
+            if not self._file.add(lines, patience, at_any_rate):
+                exclusively(self._lock, self._put_back, lines)
+        except OSError as error:
+            logger.warning("the timeline %r ends here, it cannot be written: %s [W58]", self._path, error.strerror)
+            self._file.close()
+            self._file = None
+
+    def _taken(self) -> list[str]:
+        lines, self._lines, self._waiting_bytes = self._lines, [], 0
+        return lines
+
+    def _put_back(self, lines: list[str]) -> None:
+        self._lines[:0] = lines
+        self._waiting_bytes += sum(map(len, lines))
+        self._due.set()
 
 
 def _write_what_is_due(reference: weakref.ref[Timeline], due: WakeUp) -> None:

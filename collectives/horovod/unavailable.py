@@ -27,8 +27,8 @@ INSTEAD = {
     "horovod._keras.callbacks": "there are no such bases; derive from the callbacks of horovod.keras or "
     "horovod.tensorflow.keras",
     "horovod.mxnet": "there is no adapter for MXNet; collectives.allreduce and the others take its tensors by DLPack",
-    "horovod.spark.lightning": "there is no estimator for Lightning; have horovod.spark.run call a function that trains "
-    "with Lightning's own Trainer, or give the estimator of horovod.spark.torch the plain module",
+    "horovod.spark.lightning": "there is no estimator for Lightning; have horovod.spark.run call a function that "
+    "trains with Lightning's own Trainer, or give the estimator of horovod.spark.torch the plain module",
     "horovod.spark.tensorflow": "there is no service for other jobs; shard the Dataset by rank and size",
     **{f"horovod.runner.{name}": _OWN_PARTS for name in _PARTS.split()},
 }

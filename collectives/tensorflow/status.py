@@ -26,11 +26,12 @@ import numpy as np
 import tensorflow as tf
 
 from collectives.base.errors import CollectivesError
+from collectives.base.exclusion import exclusively
 from collectives.tensorflow.errors import as_tensorflow
 
 _NAME = "CollectivesStatus"
 _NONE = np.zeros(0, np.uint8)
-_registering = threading.Lock()
+_registering = threading.RLock()
 
 
 def returning(
@@ -98,8 +99,7 @@ _Compute = ctypes.CFUNCTYPE(None, _Pointer, _Pointer)
 
 def _is_registered() -> bool:
     """Register the operation, once per process. Returns whether TensorFlow has it."""
-    with _registering:  # TensorFlow ends the process when a second thread registers it
-        return _registered()
+    return exclusively(_registering, _registered)  # TensorFlow ends the process when a second thread registers it
 
 
 @functools.cache

@@ -37,6 +37,7 @@ import numpy.typing as npt
 
 from collectives.base import interrupts
 from collectives.base.config import Config
+from collectives.base.exclusion import attempted, give_back
 from collectives.base.logging import logger
 from collectives.tensors.arena_piece import HUGE_PAGE, REMOVE, Piece, huge_pages_must_be_asked_for, madvise, text_of
 
@@ -117,10 +118,9 @@ class Arena:
         self._begin()
 
     def _begin(self) -> None:
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()
         self._wait = _WAIT
         """0 after one wait has timed out: the thread that holds the lock may wait for this one."""
-        self._busy = False
         self._pieces: dict[int, Piece] = {}
         """All pieces, by number."""
         self._open: list[Piece] = []
@@ -190,22 +190,14 @@ class Arena:
 
     def release(self) -> int:
         """Give all memory that is not in use back to the system; returns its bytes, as far as they are known."""
-        if not self._lock.acquire(True, self._wait):
-            return 0
-        try:
-            if self._busy:
-                return 0
-            self._busy = True
-            try:
-                self._settle()
-                self._merge()
-                released = self._trim(0)
-                self._end([piece for piece in self._open if not piece.used])
-                return released
-            finally:
-                self._busy = False
-        finally:
-            self._lock.release()
+        return attempted(self._lock, self._wait, self._release) or 0
+
+    def _release(self) -> int:
+        self._settle()
+        self._merge()
+        released = self._trim(0)
+        self._end([piece for piece in self._open if not piece.used])
+        return released
 
     # ---- blocks
 
@@ -216,40 +208,44 @@ class Arena:
         else:
             size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         lock = self._lock
-        if not lock.acquire(False) and not lock.acquire(True, self._wait):
-            self._wait = 0.0
+        if lock._is_owned():  # called by a destructor or a signal handler during an allocation of this thread
             return None
-        try:
-            if self._busy:  # called by a destructor or a signal handler during an allocation of this thread
+        try:  # as `attempted`, without its calls
+            if not lock.acquire(False) and not lock.acquire(True, self._wait):
+                self._wait = 0.0
                 return None
-            self._busy = True
             try:
-                if self._returned or self._forks_seen != self.forks:
-                    self._settle()
-                quick = self._quick.get(size)
-                if quick:
-                    place = quick.pop()
-                    self._quick_bytes -= size
-                else:
-                    free_range = self._find(size)
-                    if free_range is None:
-                        return None
-                    place = free_range
-                piece, start, _ = place
-                block: _Block = _new(_Block, nbytes, _BYTE, piece.mapping, piece.offset + start)
-                reference = _BlockReference(block, self._note)
-                reference.place = place
-                piece.used += 1
-                self._lent.add(reference)
-                if size >= _LARGE_BYTES:
-                    address = piece.address + start
-                    # Called before the callback of the older reference, so before the range is free.
-                    self._punches[address] = _PunchReference(block, functools.partial(madvise, address, size, REMOVE))
-                return block
+                return self._take(size, nbytes)
             finally:
-                self._busy = False
+                lock.release()
         finally:
-            lock.release()
+            if lock._is_owned():
+                give_back(lock)
+
+    def _take(self, size: int, nbytes: int) -> _Block | None:
+        """Take a block of ``size`` bytes, of which ``nbytes`` are used; the lock is held."""
+        if self._returned or self._forks_seen != self.forks:
+            self._settle()
+        quick = self._quick.get(size)
+        if quick:
+            place = quick.pop()
+            self._quick_bytes -= size
+        else:
+            free_range = self._find(size)
+            if free_range is None:
+                return None
+            place = free_range
+        piece, start, _ = place
+        block: _Block = _new(_Block, nbytes, _BYTE, piece.mapping, piece.offset + start)
+        reference = _BlockReference(block, self._note)
+        reference.place = place
+        piece.used += 1
+        self._lent.add(reference)
+        if size >= _LARGE_BYTES:
+            address = piece.address + start
+            # Called before the callback of the older reference, so before the range is free.
+            self._punches[address] = _PunchReference(block, functools.partial(madvise, address, size, REMOVE))
+        return block
 
     def _find(self, size: int) -> _Place | None:
         """Take a block from a piece, or from a new one; None if there is no memory."""

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from collectives.base.exclusion import attempted
 from collectives.tensors.arena import MAPPED_FROM, arena, private
 
 THRESHOLD = 1 << 20
@@ -69,7 +70,7 @@ class ResultPool:
         self._lent: dict[int, _LeaseReference] = {}  # by the buffer's id, oldest first
         self._returned: deque[_LeaseReference] = deque()
         self._forks = arena.forks
-        self._lock = threading.Lock()
+        self._lock: Any = threading.RLock()
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An uninitialised C-contiguous array of ``shape`` and ``dtype``, exactly of type ``numpy.ndarray``.
@@ -82,20 +83,23 @@ class ResultPool:
         if nbytes < MAPPED_FROM:
             return np.empty(shape, dtype)
         whole = -(-nbytes // _PAGE) * _PAGE
-        if nbytes < THRESHOLD or whole > self.limit or not self._lock.acquire(blocking=False):
+        lease = None
+        if nbytes >= THRESHOLD and whole <= self.limit:
+            lease = attempted(self._lock, 0.0, self._lease, nbytes, whole)
+        if lease is None:
             return arena.empty(shape, dtype)  # what cannot be kept gains nothing from a buffer
-        try:
-            self._settle()
-            block = self._take(nbytes)
-            if block is None:
-                block = self._add(whole)
-            lease = _Lease(block, nbytes)
-            reference = _LeaseReference(lease, self._returned.append)
-            reference.block = block
-            self._lent[id(block)] = reference
-        finally:
-            self._lock.release()
         return np.asarray(lease).view(dtype).reshape(shape)
+
+    def _lease(self, nbytes: int, whole: int) -> _Lease:
+        self._settle()
+        block = self._take(nbytes)
+        if block is None:
+            block = self._add(whole)
+        lease = _Lease(block, nbytes)
+        reference = _LeaseReference(lease, self._returned.append)
+        reference.block = block
+        self._lent[id(block)] = reference
+        return lease
 
     def aligned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A 1-D array as of ``empty``, aligned to 64 bytes at any size, for frameworks that would copy other memory."""
@@ -150,8 +154,4 @@ class ResultPool:
                 self._free.append(block)
 
     def _settle_if_free(self) -> None:
-        if self._lock.acquire(blocking=False):
-            try:
-                self._settle()
-            finally:
-                self._lock.release()
+        attempted(self._lock, 0.0, self._settle)

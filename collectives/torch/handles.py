@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic
 
 from collectives.base.errors import InvalidTypeError
+from collectives.base.exclusion import exclusive
 from collectives.engine.handles import Handle, Result
 from collectives.torch.compiled import untraced
 
@@ -25,7 +26,7 @@ class Derived(Generic[Result]):
         self._handle = handle
         self._make: Callable[[Any], Any] | None = make
         self._result: Any = None
-        self._making = threading.Lock()
+        self._lock = threading.RLock()
 
     def poll(self) -> bool:
         """Whether `wait` returns at once."""
@@ -38,11 +39,13 @@ class Derived(Generic[Result]):
             CollectiveTimeoutError: ``timeout`` seconds have passed; the operation goes on. And what it raises, every
                 time.
         """
-        result = self._handle.wait(timeout)
-        with self._making:
-            if self._make is not None:
-                self._result = self._make(result)
-                self._make = None
+        return self._made(self._handle.wait(timeout))
+
+    @exclusive
+    def _made(self, result: Any) -> Any:
+        if self._make is not None:
+            self._result = self._make(result)
+            self._make = None
         return self._result
 
     __call__ = wait

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from collectives.base.errors import InvalidArgumentError
+from collectives.base.exclusion import exclusively
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions, evenly
 from collectives.schedules.registry import REPRODUCIBLE
@@ -33,7 +34,7 @@ Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 _made: weakref.WeakKeyDictionary[World, Counter[int]] = weakref.WeakKeyDictionary()
 """The number of optimizers made for parameters of the same names: the gradients of several may be in flight."""
-_making = threading.Lock()
+_making = threading.RLock()
 
 
 def DistributedOptimizer(
@@ -322,12 +323,15 @@ def _label(named: list[tuple[str, Any]], process_set: ProcessSet) -> str:
     other names meanwhile."""
     names = sorted(name for name, _ in named)
     fingerprint = zlib.crc32(repr(names).encode())
-    with _making:
-        made = _made.setdefault(world_of(process_set), Counter())
-        made[fingerprint] += 1
-        number = made[fingerprint]
+    number = exclusively(_making, _count, world_of(process_set), fingerprint)
     ends = " to ".join([*names[:1], *names[-1:]])
     return f"optimizer of {ends}, {len(names)} parameters, {fingerprint:08x}.{number}: "
+
+
+def _count(world: World, fingerprint: int) -> int:
+    made = _made.setdefault(world, Counter())
+    made[fingerprint] += 1
+    return made[fingerprint]
 
 
 def _identity(param: Any) -> int:

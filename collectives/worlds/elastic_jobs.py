@@ -34,6 +34,7 @@ from collectives.base.errors import (
     TransportError,
     in_words,
 )
+from collectives.base.exclusion import exclusively
 from collectives.base.logging import logger
 from collectives.transport.stores import event_log
 from collectives.worlds.world import World
@@ -105,7 +106,7 @@ class Job:
         self._store = self._make_store()
         self._said = 0
         self._watched: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def _make_store(self) -> Store:
         from collectives.transport.stores.store import Store
@@ -163,11 +164,13 @@ class Job:
 
     def say(self, what: str, why: str = "", *, store: Any = None, **more: Any) -> int:
         """Say what needs no answer; returns how much has been said. ``store``: a client of the thread's own."""
-        with self._lock:
-            self._said += 1
-            text = {"what": what, "why": why, "generation": self.generation, **more}
-            (store or self._store).set(f"elastic/said/{self.member}/{self._said}", json.dumps(text).encode())
-            return self._said
+        return exclusively(self._lock, self._say, store or self._store, {"what": what, "why": why, **more})
+
+    def _say(self, store: Any, words: dict[str, Any]) -> int:
+        self._said += 1
+        text = {"generation": self.generation, **words}
+        store.set(f"elastic/said/{self.member}/{self._said}", json.dumps(text).encode())
+        return self._said
 
     def _ask(self, what: str, why: str = "", bounded: bool = True, **more: Any) -> dict[str, Any]:
         end = time.monotonic() + self._timeout + BEYOND

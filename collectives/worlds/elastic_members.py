@@ -30,6 +30,7 @@ from collectives.base.errors import (
     InvalidArgumentError,
     TransportError,
 )
+from collectives.base.exclusion import exclusively
 from collectives.base.logging import logger, saying_what_is_tried
 from collectives.base.places import Spot
 from collectives.base.wake_up import WakeUp
@@ -235,8 +236,10 @@ class MemberJob(Job):
             return
         if "refused" in welcome:
             raise InvalidArgumentError(f"rank {settings.rank}: cannot join the elastic job: {welcome['refused']} [E26]")
-        with self._lock:
-            self.member, self._said = welcome["member"], 0
+        exclusively(self._lock, self._begin, welcome["member"])
+
+    def _begin(self, member: int) -> None:
+        self.member, self._said = member, 0
 
     def _awaited(self, store: Store, key: str) -> dict[str, Any]:
         end = time.monotonic() + self._timeout + BEYOND

@@ -32,6 +32,7 @@ from collectives.base.errors import (
     RankFailedError,
     in_words,
 )
+from collectives.base.exclusion import exclusively
 from collectives.transport.threads import thread_groups
 from collectives.worlds.default_world import DefaultWorld, default, global_process_set
 from collectives.worlds.process_sets import ProcessSet
@@ -49,7 +50,7 @@ which give each rank a device of its own."""
 _numbers = itertools.count(1)
 _ranks: dict[int, _Rank] = {}
 """The ranks whose function runs, by the numbers that `number_of_rank` returns."""
-_changing = threading.Lock()
+_changing = threading.RLock()
 
 
 class _Rank(DefaultWorld):
@@ -193,24 +194,27 @@ def local_world(size: int) -> Iterator[LocalWorld]:
         raise InvalidTypeError(f"local_world: size: expected a number of ranks, got {size!r} [W16]") from None
     if size < 1:
         raise InvalidArgumentError(f"local_world: size: expected at least 1 rank, got {size} [W17]")
-    with _changing:
-        if type(default) is not DefaultWorld:
-            raise InvalidArgumentError(
-                "local_world: this process has a local world already: leave its `with` block first [W18]"
-            )
-        if default.world is not None or default.joining:
-            raise InvalidArgumentError(
-                "local_world: init() has made this process a rank: call shutdown() first, and leave init() to the "
-                "function that run() is given [W19]"
-            )
-        world = LocalWorld(size)
-        logging.configure(world.config.log_level)
-        _stand_in(True)
+    world = exclusively(_changing, _begun, size)
     try:
         yield world
     finally:
-        with _changing:
-            _stand_in(False)
+        exclusively(_changing, _stand_in, False)
+
+
+def _begun(size: int) -> LocalWorld:
+    if type(default) is not DefaultWorld:
+        raise InvalidArgumentError(
+            "local_world: this process has a local world already: leave its `with` block first [W18]"
+        )
+    if default.world is not None or default.joining:
+        raise InvalidArgumentError(
+            "local_world: init() has made this process a rank: call shutdown() first, and leave init() to the "
+            "function that run() is given [W19]"
+        )
+    world = LocalWorld(size)
+    logging.configure(world.config.log_level)
+    _stand_in(True)
+    return world
 
 
 def _stand_in(within: bool) -> None:
@@ -250,17 +254,19 @@ class LocalWorld:
             CollectiveTimeoutError: ``timeout`` has passed.
             InvalidArgumentError: after the `with` block, or an earlier run has not ended.
         """
-        with _changing:
-            if type(default) is DefaultWorld:
-                raise InvalidArgumentError("run: the local world has ended: call it within the `with` block [W20]")
-            running = [thread.name for thread in self._threads if thread.is_alive()]
-            if running:
-                raise InvalidArgumentError(f"run: an earlier run has not ended: {', '.join(running)} [W21]")
-            groups = thread_groups.connect(self.size, timeout=self.config.timeout)
-            worlds = [World(group, self.config) for group in groups]
-            run = _Run(function, [_Rank(*each) for each in zip(self._numbers, worlds, strict=True)])
-            self._threads = run.threads
-        return run.results(timeout)
+        return exclusively(_changing, self._run, function).results(timeout)
+
+    def _run(self, function: Callable[..., Returned]) -> _Run[Returned]:
+        if type(default) is DefaultWorld:
+            raise InvalidArgumentError("run: the local world has ended: call it within the `with` block [W20]")
+        running = [thread.name for thread in self._threads if thread.is_alive()]
+        if running:
+            raise InvalidArgumentError(f"run: an earlier run has not ended: {', '.join(running)} [W21]")
+        groups = thread_groups.connect(self.size, timeout=self.config.timeout)
+        worlds = [World(group, self.config) for group in groups]
+        run = _Run(function, [_Rank(*each) for each in zip(self._numbers, worlds, strict=True)])
+        self._threads = run.threads
+        return run
 
 
 class _Run(Generic[Returned]):

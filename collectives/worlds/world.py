@@ -31,6 +31,7 @@ from collectives.base.errors import (
     in_words,
     of_rank,
 )
+from collectives.base.exclusion import exclusive
 from collectives.engine import timeline
 from collectives.engine.context import Context, Statistics
 from collectives.engine.engine import Engine
@@ -135,7 +136,7 @@ class World(_Parts):
         requests = HostRequestCache(placement, self.planner, plans, native)
         self._context = Context(group, executor, requests, plans, self.planner, self._pool)
         self._devices: DeviceBackend | None = None
-        self._opening = threading.Lock()
+        self._lock = threading.RLock()
         host = HostHandles(requests, self._pool)
         handles = HandleFactory(self.rank, self.size, host, lambda: self._use_devices().handles)
         self._in_flight = InFlight() if in_flight is None else in_flight
@@ -174,20 +175,20 @@ class World(_Parts):
 
         return Transfers(self._group, self._engine, self._pool, self.config.timeout, failed)
 
+    @exclusive
     def _use_devices(self) -> DeviceBackend:
         """The device backend, made when the first tensor on a GPU comes."""
-        with self._opening:
-            if self._devices is None:
-                side = importlib.import_module("collectives.cuda.backend")
-                this = weakref.ref(self)  # the thread that watches the GPU must not keep the world alive
+        if self._devices is None:
+            side = importlib.import_module("collectives.cuda.backend")
+            this = weakref.ref(self)  # the thread that watches the GPU must not keep the world alive
 
-                def failed(error: Exception) -> None:
-                    world = this()
-                    if world is not None:
-                        world.fail(f"work on the GPU was aborted: {in_words(world.ranks[world.rank], error)}")
+            def failed(error: Exception) -> None:
+                world = this()
+                if world is not None:
+                    world.fail(f"work on the GPU was aborted: {in_words(world.ranks[world.rank], error)}")
 
-                self._devices = side.DeviceBackend(self._context, self.config, self.local_rank, self._turn, failed)
-            return self._devices
+            self._devices = side.DeviceBackend(self._context, self.config, self.local_rank, self._turn, failed)
+        return self._devices
 
     def beside(self, group: Group, config: Config) -> World:
         """A world of another group, whose operations may be given the same memory as this one's."""

@@ -3,19 +3,17 @@ so, or nothing is left of the call: no lock, no name, no claim."""
 
 from __future__ import annotations
 
-import sys
+import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import collectives
-from collectives.base import interrupts
 from collectives.base.errors import RankFailedError
 from collectives.base.reduce_op import Op
 from collectives.engine import failure
@@ -28,6 +26,8 @@ from collectives.transport.point_to_point import Incoming, Outgoing
 from collectives.transport.threads import thread_groups
 from collectives.transport.threads.thread_groups import ThreadMemory
 from collectives.worlds.world import World
+from tests.support import interrupting
+from tests.support.interrupting import Interrupt
 
 PACKAGE = Path(collectives.__file__).parent
 Call = Callable[[World, Any], object]
@@ -38,10 +38,6 @@ CALLS: dict[str, Call] = {
     "broadcast_": lambda world, tensor: world.broadcast_(tensor, 1),
     "reducescatter": lambda world, tensor: world.reducescatter(tensor, name="loss"),
 }
-
-
-class Interrupt(KeyboardInterrupt):
-    pass
 
 
 def mirrored() -> World:
@@ -57,29 +53,7 @@ def mirrored() -> World:
     return World(Group(0, 2, ((0, 1),), control, memory, None, lambda members: None, (0, 1), memory.close))
 
 
-def interrupted(call: Callable[[], object], at: int, error: type[BaseException] = Interrupt) -> bool:
-    """Make a call, and interrupt it at the ``at``-th moment at which Python looks for signals: when a function of the
-    package begins, or when it has called one of C, unless handlers are deferred. Returns whether there was such a
-    moment."""
-    moments = 0
-
-    def count(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal moments
-        may_raise = event in ("call", "c_return") and interrupts._deferral is None
-        if may_raise and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
-            moments += 1
-            if moments == at:
-                raise error
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        call()
-    except (error, RankFailedError):
-        return True
-    finally:
-        sys.setprofile(before)
-    return False
+interrupted = partial(interrupting.interrupted, within=[str(PACKAGE)], failures=[RankFailedError])
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -114,7 +88,7 @@ def test_an_interrupt_at_any_moment_leaves_a_failed_world_or_nothing(
 def test_a_thread_whose_first_call_is_interrupted_is_known_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise deadlocks would be noticed only after 20 seconds."""
     monkeypatch.setattr(failure, "_ACKNOWLEDGE_WITHIN", 0.0)
-    for at in range(1, 1000):
+    for at in itertools.count(1):
         world = mirrored()
         world.allreduce_(np.zeros(2))
         callers = world._engine._callers
@@ -165,6 +139,16 @@ class Slow:
         self.moving.clear()
 
 
+def begun(call: str, at_once: bool) -> tuple[World, Callable[[], object]]:
+    """A world whose messages are slow, and a call of it."""
+    world, mine, into = mirrored(), np.ones(5, np.float32), np.zeros(5, np.float32)
+    delivery = world._transfers.delivery
+    delivery._open_endpoint = partial(Slow, at_once=at_once)
+    delivery.opened()
+    arguments = (mine, 1, into, 1) if call == "sendrecv" else (into if call.endswith("recv") else mine, 1)
+    return world, partial(getattr(world, call), *arguments)
+
+
 @pytest.mark.parametrize(("at_once", "error"), [(False, Interrupt), (True, TimeoutError)], ids=("ordinary", "at-once"))
 @pytest.mark.parametrize("call", ("send", "isend", "recv", "irecv", "sendrecv"))
 def test_an_interrupt_at_any_moment_of_a_message(
@@ -174,23 +158,35 @@ def test_an_interrupt_at_any_moment_of_a_message(
     monkeypatch.setattr(failure, "_ACKNOWLEDGE_WITHIN", 0.0)
     monkeypatch.setattr(Transfers, "in_background", lambda self: None)
     went_on = 0
-    for at in range(1, 1000):
-        world = mirrored()
-        transfers, mine, into = world._transfers, np.ones(5, np.float32), np.zeros(5, np.float32)
-        delivery = transfers.delivery
-        delivery._open_endpoint = partial(Slow, at_once=at_once)
-        endpoint: Any = delivery.opened()
-        method = getattr(world, call)
-        arguments = (mine, 1, into, 1) if call == "sendrecv" else (into if call.endswith("recv") else mine, 1)
-        if not interrupted(partial(method, *arguments), at, error):
+    for at in itertools.count(1):
+        world, begin = begun(call, at_once)
+        transfers, delivery = world._transfers, world._transfers.delivery
+        endpoint: Any = delivery._endpoint
+        if not interrupted(begin, at, error=error, anywhere=False):
             break
         if world._engine.refusal is None:
             went_on += 1
             assert not [message for message in endpoint.moving if not message.done]
             assert not delivery.matching._posted.of and not delivery.unfinished
             assert not transfers.in_flight.operations
-        assert not delivery._lock._is_owned() and not delivery._inside and not transfers._awaited
     assert went_on and at > 20
+
+
+@pytest.mark.parametrize(
+    ("call", "at_once"), [("isend", False), ("irecv", False), ("send", True), ("recv", True), ("sendrecv", True)]
+)
+def test_an_interrupt_of_a_message_at_any_instruction_leaves_no_lock(
+    call: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure, "_ACKNOWLEDGE_WITHIN", 0.0)
+    monkeypatch.setattr(Transfers, "in_background", lambda self: None)
+    for at in itertools.count(1):
+        world, begin = begun(call, at_once)
+        if not interrupted(begin, at):
+            break
+        assert not world._transfers.delivery.drives() and not world._transfers._awaited
+        assert not world._engine.in_flight._lock._is_owned()
+    assert at > 100
 
 
 def test_an_interrupt_as_a_blocking_call_takes_the_lock_leaves_it_free(monkeypatch: pytest.MonkeyPatch) -> None:

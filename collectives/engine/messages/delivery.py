@@ -17,6 +17,7 @@ import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.errors import CollectivesError, InvalidArgumentError, MismatchError, TransportError, in_words
+from collectives.base.exclusion import attempted, exclusive, exclusively, give_back
 from collectives.engine.engine import Engine
 from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG, Matching, Posted
 from collectives.tensors.result_pool import ResultPool
@@ -58,7 +59,6 @@ class Delivery:
         self._fail = fail
         self._lock: Any = threading.RLock()
         """Held while the matching, or the endpoint, is used."""
-        self._inside = False
 
     # ---- sending and receiving
 
@@ -157,17 +157,17 @@ class Delivery:
             assert self._endpoint is not None
             self._endpoint.refuse(message, why)
 
+    @exclusive
     def abandon(self, transfer: Outgoing | Posted, error: BaseException) -> None:
         """Fail a transfer that is waited for no longer. The world fails, unless the other rank has left, where a send
         has begun, or a payload is on its way: the memory may be used again, and the receiver would read it, or the
         endpoint would write there, without knowing."""
-        with self._lock:
-            peer = transfer.peer if isinstance(transfer, Outgoing) else self._withdraw(transfer)
-            begun = transfer.among is not None and not transfer.done
-            lasts = self._engine.refusal is None
-            if lasts and begun and peer not in (None, self._rank) and not self._control.has_left(peer):
-                self.fail(error)
-            transfer.end(error)
+        peer = transfer.peer if isinstance(transfer, Outgoing) else self._withdraw(transfer)
+        begun = transfer.among is not None and not transfer.done
+        lasts = self._engine.refusal is None
+        if lasts and begun and peer not in (None, self._rank) and not self._control.has_left(peer):
+            self.fail(error)
+        transfer.end(error)
 
     def _withdraw(self, posted: Posted) -> int | None:
         """Have a receive take no message; returns the source of the one that it takes already."""
@@ -242,19 +242,24 @@ class Delivery:
             CollectivesError: calls are refused.
             InvalidArgumentError: this thread uses them already.
         """
-        with self._lock:
-            if self._engine.refusal is not None:  # looked at here: another thread may have closed the endpoint
-                raise self._engine.refusal()
-            self.refuse_reentry()
-            return self._use(do, arguments)
+        self.refuse_reentry()
+        return exclusively(self._lock, self._use, do, arguments)
 
     def attempt(self, do: Callable[..., Found], *arguments: Any) -> Found | Literal[False]:
         """`use`; False, without a call, where that would raise."""
-        with self._lock:
-            return False if self._inside or self._engine.refusal is not None else self._use(do, arguments)
+        lock = self._lock
+        if lock._is_owned():
+            return False
+        try:  # as `exclusively`, without a call
+            with lock:
+                return False if self._engine.refusal is not None else self._use(do, arguments)
+        finally:
+            if lock._is_owned():
+                give_back(lock)
 
     def _use(self, do: Callable[..., Found], arguments: Sequence[Any]) -> Found:
-        self._inside = True
+        if self._engine.refusal is not None:  # looked at here: another thread may have closed the endpoint
+            raise self._engine.refusal()
         try:
             return do(*arguments)
         except CollectivesError:
@@ -262,8 +267,6 @@ class Delivery:
         except BaseException as error:  # such as an interrupt: a record may have been handled in part
             self.fail(error)
             raise
-        finally:
-            self._inside = False
 
     def fail(self, error: BaseException) -> None:
         """Fail the world: what this rank has done with a message is not known."""
@@ -271,7 +274,7 @@ class Delivery:
 
     def drives(self) -> bool:
         """Whether this thread is in the middle of using the endpoint."""
-        return self._inside and bool(self._lock._is_owned())
+        return bool(self._lock._is_owned())
 
     def refuse_reentry(self) -> None:
         """Raise InvalidArgumentError if this thread is in the middle of using the endpoint."""
@@ -284,8 +287,12 @@ class Delivery:
     def advance(self) -> None:
         """Advance whatever can be advanced; does nothing while another thread does, and once calls are refused."""
         endpoint = self._endpoint
-        if endpoint is not None and not self._inside:
-            self.attempt(endpoint.poll)
+        if endpoint is not None:
+            attempted(self._lock, 0.0, self._advance, endpoint)
+
+    def _advance(self, endpoint: Endpoint) -> None:
+        if self._engine.refusal is None:
+            self._use(endpoint.poll, ())
 
     def idle(self) -> bool:
         """Whether there is nothing to advance."""
@@ -340,19 +347,18 @@ class Delivery:
         """In a forked child, where calls are refused: leave the endpoint to the parent. Threads that do not exist may
         hold the lock."""
         self._lock = threading.RLock()
-        self._inside = False
         self._endpoint = self.at_once = None
 
+    @exclusive
     def close(self) -> None:
         """Fail what is unfinished, and release the endpoint. The world refuses calls already, and has left."""
-        with self._lock:
-            for transfer in list(self.unfinished):
-                assert self._engine.refusal is not None
-                self.abandon(transfer, self._engine.refusal())  # type: ignore[arg-type]  # of these two types
-            self.matching = Matching()
-            endpoint, self._endpoint, self.at_once = self._endpoint, None, None
-            if endpoint is not None:
-                endpoint.close()
+        for transfer in list(self.unfinished):
+            assert self._engine.refusal is not None
+            self.abandon(transfer, self._engine.refusal())  # type: ignore[arg-type]  # of these two types
+        self.matching = Matching()
+        endpoint, self._endpoint, self.at_once = self._endpoint, None, None
+        if endpoint is not None:
+            endpoint.close()
 
 
 def _said_of(transfer: Transfer) -> tuple[str, int, int, int]:

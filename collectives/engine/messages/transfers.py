@@ -247,12 +247,14 @@ class Transfers:
             except CollectivesError as failure:
                 cause = failure
             self.delivery.abandon(transfer, cause)
+        finally:
+            self._forget(transfer)  # once more: an interrupt may have come as `_wait_for` was about to
 
     def _wait_for(self, transfer: Outgoing | Posted, timeout: float | None) -> None:
         delivery = self.delivery
         advance, relax = delivery.advance, self._control.relax
-        self._awaited += [transfer]  # no call, after which an interrupt could come before the try
         try:
+            self._awaited.append(transfer)
             if isinstance(transfer, Outgoing):
                 delivery.confirm(transfer)
                 if transfer.done:
@@ -282,9 +284,14 @@ class Transfers:
                     self._time_out(transfer)
                 pause.nap(until=deadline)
         finally:
-            self._awaited.remove(transfer)
+            self._forget(transfer)
             if not delivery.idle():
                 self.in_background()
+
+    def _forget(self, transfer: Outgoing | Posted) -> None:
+        """Count a transfer as waited for no longer."""
+        if transfer in self._awaited:
+            self._awaited.remove(transfer)
 
     def awaited(self) -> Wait | None:
         """A transfer that a thread of this rank waits for; any thread may ask."""

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.base.errors import TransportError
+from collectives.base.exclusion import exclusive, exclusively
 from collectives.base.interchange import exchangeable
 from collectives.device.kernels import Kernels
 from collectives.device.protocol import Allocation, Device
@@ -68,35 +69,35 @@ class Mappings:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._mapped: dict[tuple[int, int], _Mapping] = {}
         """By process and the allocation's number in it."""
         self._places: dict[int, list[tuple[int, int]]] = {}
         """Per process the start addresses and numbers of its allocations, ascending; they do not overlap."""
 
+    @exclusive
     def take(self, device: Device, process: int, serial: int, base: int, nbytes: int, handle: bytes) -> int:
         """Map an allocation, or share its mapping. Returns its address in this process; pair each call with `give`."""
-        with self._lock:
-            mapping = self._mapped.get((process, serial))
-            if mapping is None:
-                for old in self._overlapping(process, base, nbytes):
-                    self._forget(device, process, old)
-                mapping = self._mapped[process, serial] = _Mapping(device.import_memory(handle), base, nbytes)
-                bisect.insort(self._places.setdefault(process, []), (base, serial))
-            mapping.users += 1
-            return mapping.address
+        mapping = self._mapped.get((process, serial))
+        if mapping is None:
+            for old in self._overlapping(process, base, nbytes):
+                self._forget(device, process, old)
+            mapping = self._mapped[process, serial] = _Mapping(device.import_memory(handle), base, nbytes)
+            bisect.insort(self._places.setdefault(process, []), (base, serial))
+        mapping.users += 1
+        return mapping.address
 
+    @exclusive
     def give(self, device: Device, process: int, serial: int) -> int:
         """Release one use of a mapping, if it still exists. Returns the bytes unmapped, 0 while others use it."""
-        with self._lock:
-            mapping = self._mapped.get((process, serial))
-            if mapping is None:
-                return 0
-            mapping.users -= 1
-            if mapping.users:
-                return 0
-            self._forget(device, process, serial)
-            return mapping.end - mapping.base
+        mapping = self._mapped.get((process, serial))
+        if mapping is None:
+            return 0
+        mapping.users -= 1
+        if mapping.users:
+            return 0
+        self._forget(device, process, serial)
+        return mapping.end - mapping.base
 
     def _overlapping(self, process: int, base: int, nbytes: int) -> list[int]:
         """The numbers of a process's allocations that overlap this range of its addresses."""
@@ -316,9 +317,8 @@ class IpcMemory:
 
 
 _of_device: weakref.WeakKeyDictionary[Device, Mappings] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def _mappings_of(device: Device) -> Mappings:
-    with _lock:
-        return _of_device.setdefault(device, Mappings())
+    return exclusively(_lock, _of_device.setdefault, device, Mappings())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from collectives.base.exclusion import exclusive
 from collectives.transport import backoff
 
 _NAP = 50e-6
@@ -26,7 +27,7 @@ class Turn:
 
     def __init__(self) -> None:
         self.needed = self.reported = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._busy: Callable[[], bool] | None = None
 
     def take(self, busy: Callable[[], bool], rank: int, timeout: float, check: Callable[[], None]) -> None:
@@ -52,9 +53,9 @@ class Turn:
             longest=_NAP,
         )
 
+    @exclusive
     def _taken(self, busy: Callable[[], bool]) -> bool:
-        with self._lock:
-            if self._busy is None or self._busy == busy or not self._busy():
-                self._busy = busy
-                return True
-            return False
+        if self._busy is None or self._busy == busy or not self._busy():
+            self._busy = busy
+            return True
+        return False

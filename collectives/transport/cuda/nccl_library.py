@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from collectives.base.bounded_call import TimeIsUpError, within
 from collectives.base.errors import CollectiveTimeoutError, MissingDependencyError, TransportError
+from collectives.base.exclusion import Lock, attempted, exclusive, exclusively, give_back
 from collectives.base.reduce_op import Op
 from collectives.device import nccl_binding
 from collectives.device.protocol import Device
@@ -93,8 +94,8 @@ class NcclCommunicator:
         self._binding = binding
         self._communicator = communicator
         self._device = device
-        self._calls = threading.RLock()
-        self._end = threading.Lock()
+        self._calls: Lock = threading.RLock()
+        self._lock = threading.RLock()
 
     def all_reduce(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: int) -> None:
         """Reduce ``count`` elements of every rank into every rank's ``target``, which may be ``source``. An average is
@@ -128,12 +129,12 @@ class NcclCommunicator:
 
     def begin_group(self) -> None:
         """Begin an NCCL group: operations until `end_group` form one stream operation, without waits among them."""
-        self._calls.acquire()
         try:
+            self._calls.acquire()
             self._present("groupStart")
             self._told("groupStart", self._binding.groupStart)
         except BaseException:
-            self._calls.release()
+            give_back(self._calls)
             raise
 
     def end_group(self) -> None:
@@ -142,30 +143,24 @@ class NcclCommunicator:
         try:
             self._told("groupEnd", self._binding.groupEnd)
         finally:
-            self._calls.release()
+            give_back(self._calls)
 
     def check(self) -> None:
         """Raise an asynchronous error that has occurred outside of any call; raises after `abort` and `close`, too."""
-        if not self._calls.acquire(blocking=False):
-            return  # a call is in progress, and reports its own errors
-        try:
-            self._issue("check_async_error")
-        finally:
-            self._calls.release()
+        attempted(self._calls, 0.0, self._issue, "check_async_error")  # a call in progress reports its own errors
 
     def abort(self) -> None:
         """End all of this rank's work in bounded time and release all resources; never raises, and is idempotent."""
         communicator = self._take()
         if communicator is None:
             return
-        idle = self._calls.acquire(timeout=_GRACE_SECONDS)
         try:
+            self._calls.acquire(timeout=_GRACE_SECONDS)
             # Nothing remains to be done if it fails.
             with contextlib.suppress(Exception):
                 within(_ABORT_SECONDS, "collectives-nccl-abort", self._on_device(communicator.abort))
         finally:
-            if idle:
-                self._calls.release()
+            give_back(self._calls)
 
     def close(self) -> None:
         """Release all resources, in bounded time, when all work is done; the ranks of a host wait for each other. After
@@ -186,8 +181,10 @@ class NcclCommunicator:
         return run
 
     def _issue(self, call: str, *arguments: int) -> None:
-        with self._calls:
-            self._told(call, getattr(self._present(call), call), *arguments)
+        exclusively(self._calls, self._call, call, arguments)
+
+    def _call(self, call: str, arguments: Sequence[int]) -> None:
+        self._told(call, getattr(self._present(call), call), *arguments)
 
     def _told(self, call: str, function: Callable[..., object], *arguments: int) -> None:
         try:
@@ -203,10 +200,10 @@ class NcclCommunicator:
             )
         return communicator
 
+    @exclusive
     def _take(self) -> Any:
         """Take the binding's communicator; None from the second call on, when all other methods raise."""
-        with self._end:
-            communicator, self._communicator = self._communicator, None
+        communicator, self._communicator = self._communicator, None
         return communicator
 
 

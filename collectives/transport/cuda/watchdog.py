@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from collectives.base.exclusion import exclusively
 from collectives.base.wake_up import WakeUp
 from collectives.device.protocol import Device
 from collectives.transport.cuda.nccl_library import NcclCommunicator
@@ -129,23 +130,27 @@ class _WorkInFlight:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = WakeUp()
         self._events: list[int] = []
         self._asleep = True
 
     def add(self, event: int) -> None:
-        with self._lock:
-            if event not in self._events:
-                self._events.append(event)
+        exclusively(self._lock, self._note, event)
         # Otherwise it polls anyway, and waking it for every operation would cost more than the operation.
         if self._asleep:
             self._changed.set()
 
+    def _note(self, event: int) -> None:
+        if event not in self._events:
+            self._events.append(event)
+
     def settled(self) -> bool:
-        with self._lock:
-            self._events = [event for event in self._events if not self.device.passed(event)]
-            return not self._events
+        return exclusively(self._lock, self._settled)
+
+    def _settled(self) -> bool:
+        self._events = [event for event in self._events if not self.device.passed(event)]
+        return not self._events
 
     def close(self) -> None:
         self.closed = True

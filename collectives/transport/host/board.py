@@ -45,11 +45,9 @@ page."""
 _DEATH_SHOWS_WITHIN = 1.0
 _CAUSE_SHOWS_WITHIN = 0.2
 
-_lock = threading.Lock()
-
 
 def _fence_by_lock() -> None:
-    with _lock:
+    with threading.Lock():  # of its own: an interrupt leaves nothing that another thread waits for
         pass
 
 

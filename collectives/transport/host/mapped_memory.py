@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.base.exclusion import exclusively
 from collectives.base.logging import logger
 from collectives.tensors.arena import MAPPED, OFFSET_BITS, OFFSET_MASK, arena
 from collectives.tensors.arena_piece import map_shared
@@ -51,7 +52,7 @@ class MappedMemory:
         """Whether the log says that a piece was not mapped."""
         self._views: dict[tuple[int, int, int], Array] = {}
         """What `view_of` has returned, by peer, word and dtype."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         """Held while a piece is announced or mapped."""
 
     def word_of(self, address: int, nbytes: int) -> int:
@@ -80,10 +81,7 @@ class MappedMemory:
         if cached is not None:
             return cached
         number, offset = word - MAPPED >> OFFSET_BITS, word & OFFSET_MASK
-        with self._lock:
-            if (peer, number) not in self._mapped:
-                self._map(peer, number)
-            mapping = self._mapped[peer, number]
+        mapping = exclusively(self._lock, self._mapping, peer, number)
         if mapping is None:
             return None
         if len(self._views) >= _MOST_VIEWS:
@@ -113,19 +111,24 @@ class MappedMemory:
     def _announce(self, number: int) -> bool:
         """Enter a piece into the table, unless it is there; returns False if its place is taken."""
         place = number % PIECES
-        if self._announced.get(place) == number:
-            return True
-        with self._lock:
-            live = arena.numbers()
-            for entry, announced in list(self._announced.items()):
-                if announced not in live:
-                    self._board.announce_piece(entry, _NO_PIECE)
-                    del self._announced[entry]
-            if place not in self._announced:
-                piece = arena.piece(number)
-                self._board.announce_piece(place, (number, piece.descriptor, piece.nbytes, piece.address))
-                self._announced[place] = number
-            return self._announced[place] == number
+        return self._announced.get(place) == number or exclusively(self._lock, self._enter, place, number)
+
+    def _enter(self, place: int, number: int) -> bool:
+        live = arena.numbers()
+        for entry, announced in list(self._announced.items()):
+            if announced not in live:
+                self._board.announce_piece(entry, _NO_PIECE)
+                del self._announced[entry]
+        if place not in self._announced:
+            piece = arena.piece(number)
+            self._board.announce_piece(place, (number, piece.descriptor, piece.nbytes, piece.address))
+            self._announced[place] = number
+        return self._announced[place] == number
+
+    def _mapping(self, peer: int, number: int) -> _Mapping | None:
+        if (peer, number) not in self._mapped:
+            self._map(peer, number)
+        return self._mapped[peer, number]
 
     def _map(self, peer: int, number: int) -> None:
         """Map a piece of a peer, and drop the mappings of pieces that the peer has ended."""

@@ -19,12 +19,12 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, TransportError
+from collectives.base.exclusion import Parameters, Result, attempted, exclusively
 from collectives.transport.backoff import Backoff
 from collectives.transport.tcp import network
 from collectives.transport.tcp.authentication import SEAL_BYTES, Connection, receive
@@ -195,7 +195,7 @@ class Store:
         self.timeout, self._answers_within = timeout, answers_within
         self._key, self._service = key, service
         self._sock: Connection | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
 
     def connect(self, timeout: float = _CONNECT_WITHIN) -> None:
@@ -205,9 +205,11 @@ class Store:
             OSError: no process listens there, or none answers in time.
             TransportError: what listens there is no store of this job.
         """
-        with self._used():
-            if self._sock is None:
-                self._sock = self._dial(timeout)
+        self._use(self._connect, timeout)
+
+    def _connect(self, timeout: float) -> None:
+        if self._sock is None:
+            self._sock = self._dial(timeout)
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key. InvalidArgumentError: the key or the value is too long. TransportError: the store has ended, or is
@@ -217,29 +219,27 @@ class Store:
                 f"store: expected a key of one line of at most {MOST_KEY} bytes and a value of at most {MOST_VALUE}, "
                 f"got {len(key)} and {len(value)} [S33]"
             )
-        with self._used():
-            self._ask(_SET, [key], value, 0.0)
+        self._use(self._ask, _SET, [key], value, 0.0)
 
     def get(self, key: str) -> bytes:
         """Wait for a key, and return its value. CollectiveTimeoutError: no process has set it within ``timeout``.
         TransportError: the store has ended."""
-        return self._awaited(_GET, [key], self.timeout)
+        return self._use(self._awaited, _GET, [key], self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set. Raises as `get`."""
-        self._awaited(_WAIT, keys, self.timeout if timeout is None else timeout.total_seconds())
+        self._use(self._awaited, _WAIT, keys, self.timeout if timeout is None else timeout.total_seconds())
 
     def _awaited(self, operation: bytes, keys: Sequence[str], seconds: float) -> bytes:
         end = time.monotonic() + seconds
-        with self._used():
-            while True:
-                left = max(0.0, end - time.monotonic())
-                value = self._ask(operation, keys, b"", min(left, _WAIT_AT_ONCE))
-                if value is not None:
-                    return value
-                if time.monotonic() >= end:
-                    named = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
-                    raise CollectiveTimeoutError(f"store {self._where()}: waited {seconds:g} s for {named} [S23]")
+        while True:
+            left = max(0.0, end - time.monotonic())
+            value = self._ask(operation, keys, b"", min(left, _WAIT_AT_ONCE))
+            if value is not None:
+                return value
+            if time.monotonic() >= end:
+                named = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
+                raise CollectiveTimeoutError(f"store {self._where()}: waited {seconds:g} s for {named} [S23]")
 
     def _ask(self, operation: bytes, keys: Sequence[str], value: bytes, seconds: float) -> bytes | None:
         """One request; None if the keys are not all there. The connection is made anew if it was lost."""
@@ -287,11 +287,11 @@ class Store:
     def _where(self) -> str:
         return network.joined(*self.address)
 
-    @contextmanager
-    def _used(self) -> Iterator[None]:
+    def _use(
+        self, act: Callable[Parameters, Result], *arguments: Parameters.args, **keywords: Parameters.kwargs
+    ) -> Result:
         try:
-            with self._lock:
-                yield
+            return exclusively(self._lock, act, *arguments, **keywords)
         finally:
             if self._closed:
                 self.close()
@@ -299,11 +299,12 @@ class Store:
     def close(self) -> None:
         """Close the connection; at the end of a call that another thread is in, without waiting for that."""
         self._closed = True
-        if self._lock.acquire(blocking=False):
-            sock, self._sock = self._sock, None
-            self._lock.release()
-            if sock is not None:
-                sock.close()
+        attempted(self._lock, 0.0, self._close)
+
+    def _close(self) -> None:
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
 
 
 def _hello(port: int) -> bytes:

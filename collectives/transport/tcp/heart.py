@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from collectives.base.errors import RankFailedError, TransportError
+from collectives.base.exclusion import Lock, attempted, exclusive
 from collectives.transport import backoff
 from collectives.transport.tcp.authentication import SEAL_BYTES
 from collectives.transport.tcp.notices import Notice, Notices
@@ -75,7 +76,7 @@ class _Peer:
         self._outbox: deque[bytes] = deque()
         self._leaving = memoryview(b"")
         """What the system has not taken of the first frame, and of its seal."""
-        self._sending = threading.Lock()
+        self._sending: Lock = threading.RLock()
 
     def pending(self) -> bool:
         self.flush()
@@ -90,23 +91,27 @@ class _Peer:
     def flush(self) -> None:
         """Send what the system takes; the next beat goes on with the rest."""
         # Who finds the lock taken has put its frame where the owner will find it: the owner looks after its release.
-        while self._outbox and self._sending.acquire(False):
-            try:
-                seal = self.socket.sent
-                while self._outbox:
-                    frame = self._outbox[0]
-                    if not self._leaving:
-                        self._leaving = memoryview(frame + seal.of(frame))
-                    self._leaving = self._leaving[self.socket.send(self._leaving) :]
-                    if not self._leaving:
-                        seal.number += 1  # first: a frame may come twice, but no number be left out
-                        self._outbox.popleft()
-            except BlockingIOError:
-                return
-            except OSError:
-                self._outbox.clear()  # reading the connection tells why
-            finally:
-                self._sending.release()
+        sent: bool | None = True
+        while self._outbox and sent:
+            sent = attempted(self._sending, 0.0, self._send_outbox)
+
+    def _send_outbox(self) -> bool:
+        """Returns whether everything was sent that was there, or never will be."""
+        try:
+            seal = self.socket.sent
+            while self._outbox:
+                frame = self._outbox[0]
+                if not self._leaving:
+                    self._leaving = memoryview(frame + seal.of(frame))
+                self._leaving = self._leaving[self.socket.send(self._leaving) :]
+                if not self._leaving:
+                    seal.number += 1  # first: a frame may come twice, but no number be left out
+                    self._outbox.popleft()
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._outbox.clear()  # reading the connection tells why
+        return True
 
     def beat(self) -> None:
         if self._outbox:
@@ -149,20 +154,20 @@ class Heart:
     def start(self) -> None:
         self._serving = self._service.start(self._serve())
 
+    @exclusive
     def notices(self, group: str, members: Sequence[int]) -> Notices:
         """The notices of a group that this rank is a member of; the same ones in every call. ``group`` is a name
         that is never used again; ``members`` are ranks of the mesh, in the order of the group's ranks."""
         assert 0 < len(group.encode()) <= _NAME_BYTES and "\0" not in group, group
-        with self._lock:
-            if group in self._groups:
-                return self._groups[group]
-            notices = Notices(self, group, members)
-            for (rank, notice), text in self._early.pop(group, {}).items():
-                notices.deliver(rank, notice, text)
-            for peer in self._peers.values():
-                if peer.lost:
-                    notices.lose(peer.rank, peer.lost, silent=False)
-            self._groups[group] = notices
+        if group in self._groups:
+            return self._groups[group]
+        notices = Notices(self, group, members)
+        for (rank, notice), text in self._early.pop(group, {}).items():
+            notices.deliver(rank, notice, text)
+        for peer in self._peers.values():
+            if peer.lost:
+                notices.lose(peer.rank, peer.lost, silent=False)
+        self._groups[group] = notices
         return notices
 
     def tell(self, notices: Notices, notice: Notice, text: str) -> None:
@@ -176,11 +181,11 @@ class Heart:
     def _others(self, notices: Notices) -> list[_Peer]:
         return [self._peers[member] for member in notices.members if member != self.rank]
 
+    @exclusive
     def forget(self, notices: Notices) -> None:
         """Drop the notices of a group that is over, once nothing more can come for it."""
-        with self._lock:
-            if notices.closed and notices.all_left():
-                self._groups.pop(notices.group, None)
+        if notices.closed and notices.all_left():
+            self._groups.pop(notices.group, None)
 
     def abandon(self, group: str, members: Sequence[int], error: BaseException) -> None:
         """Close the connections, because this rank fails to make a group. Its other members are told why."""

@@ -16,6 +16,7 @@ import pytest
 from collectives.base import logging
 from collectives.base.config import Config, unknown
 from collectives.base.errors import InvalidArgumentError, TransportError
+from collectives.base.exclusion import attempted
 from collectives.transport.backoff import poll
 from collectives.transport.stores import event_log
 from collectives.transport.stores.store import StoreServer
@@ -94,7 +95,7 @@ def test_the_connection_to_a_former_store_is_closed_once_no_thread_waits_there()
     with ThreadPoolExecutor(1) as waiter:
         job.say("here")
         value = waiter.submit(former.get, "later")
-        assert poll(former._lock.locked, 20)  # until it waits
+        assert poll(lambda: attempted(former._lock, 0.0, bool, 1) is None, 20)  # until it waits
         job._meet_at(*other.address)
         server.set("later", b"value")
         assert value.result(20) == b"value" and closed.wait(20)

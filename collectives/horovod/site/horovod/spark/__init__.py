@@ -8,5 +8,5 @@ try:
     from collectives.spark import run_elastic as run_elastic
 except MissingDependencyError as error:  # a module of this package is then not even looked for
     raise MissingDependencyError(
-        f"{error}. Not in collectives: horovod.spark.lightning ({INSTEAD['horovod.spark.lightning']}) [F115]"
+        f"{error}. Not in collectives: horovod.spark.lightning ({INSTEAD['horovod.spark.lightning']}) [F117]"
     ) from None

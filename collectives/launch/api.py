@@ -83,7 +83,10 @@ def of_elastic_job(folder: Path, code: int, what: str = "run") -> list[Any]:
         RankFailedError: the job has ended with an exit code; ``what`` begins its text.
     """
     lines = (folder / EVENTS).read_text().splitlines() if (folder / EVENTS).exists() else []
-    events = [json.loads(line) for line in lines]
+    events = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # the part of a line for which the disk had room
+            events.append(json.loads(line))
     if code:
         failed: list[int] = next((event["failed"] for event in reversed(events) if event["event"] == "done"), [])
         texts = [record.text for member in failed if (record := _failure(folder, member)) is not None]

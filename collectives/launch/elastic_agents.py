@@ -196,7 +196,6 @@ class ElasticAgents(Agents):
     def _variables(self, start: Start) -> dict[str, str]:
         """Return a member's own variables, which name it and its place as of now."""
         places = [member.place for member in self._driver.members.values()]
-        peers = [host for host in self._driver.hosts.slots if (host, start.slot) in places]
         place = {
             "RANK": start.member,
             "SIZE": len(places),
@@ -212,6 +211,8 @@ class ElasticAgents(Agents):
             "LOCAL_WORLD_SIZE": str(place["LOCAL_SIZE"]),
         }
         if self._as_horovod:
+            taken = set(places)
+            peers = [host for host in self._driver.hosts.slots if (host, start.slot) in taken]
             place |= {"CROSS_RANK": peers.index(start.host), "CROSS_SIZE": len(peers)}
             variables |= {f"HOROVOD_{word}": str(number) for word, number in place.items()}
             variables |= {"HOROVOD_HOSTNAME": start.host, "HOROVOD_ELASTIC": "1"}

@@ -269,7 +269,7 @@ class Driver:
 
     def _fill(self, now: float) -> None:
         """Start members where there is room."""
-        free = self.hosts.free([member.place for member in self.members.values()], now)
+        free = self.hosts.free({member.place for member in self.members.values()}, now)
         if self.unused == 0:
             if len(free) < self.rules.smallest:
                 return

@@ -234,6 +234,9 @@ class Job:
                         return
                     time.sleep(_PAUSE)  # the launcher is stopped, or has ended: then the agent ends this process
                 continue
+            except RuntimeError:  # no thread can be started, or the interpreter ends
+                time.sleep(_PAUSE)
+                continue
             number += 1
             try:
                 take(thing, store)

@@ -66,6 +66,7 @@ def make_group(
     numbers: Sequence[int],
     check: Callable[[], object] = lambda: None,
     begun: Callable[[], object] = lambda: None,
+    populate: bool = True,
 ) -> Group:
     """Make a group that owns its wiring, which is closed if that fails; called on all ranks.
 
@@ -73,6 +74,8 @@ def make_group(
         numbers: the ranks' numbers in messages.
         check: raises if a rank has failed before it reached the exchanges of this group.
         begun: called when the other ranks are told of an exception, and no sooner.
+        populate: take shared memory at once, which a group of some of a job's ranks does when it uses it: there may be
+            hundreds of these.
 
     Raises:
         MismatchError: the ranks have different settings.
@@ -99,7 +102,9 @@ def make_group(
         wiring.watch(check_all)
         channel = wiring.channel
         if channel.size > 1 and config.transport not in ("mpi", "tcp"):
-            memory = shared_memory.connect(channel.rank, channel.size, local, channel.exchange, timeout=config.timeout)
+            memory = shared_memory.connect(
+                channel.rank, channel.size, local, channel.exchange, timeout=config.timeout, populate=populate
+            )
         words = wiring.words() if memory is None or len(hosts) > 1 else None
         channel.exchange(None)  # a failure before this is announced on the channel; after it, on the board
         return _assemble(wiring, words, hosts, memory, config, tuple(numbers))
@@ -163,7 +168,11 @@ def _assemble(
         chosen = sorted(members)
         try:
             part = wiring.split(chosen)
-            return None if part is None else make_group(part, config, [numbers[peer] for peer in chosen], watch)
+            return (
+                None
+                if part is None
+                else make_group(part, config, [numbers[peer] for peer in chosen], watch, populate=False)
+            )
         except BaseException as error:
             control.fail(f"{type(error).__name__}: {error}")
             raise

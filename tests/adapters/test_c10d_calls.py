@@ -526,3 +526,25 @@ def test_a_wait_has_a_bound_and_the_operation_goes_on() -> None:
         if rank() == 1:
             dist.recv(torch.zeros(1), 0, tag=9)
         dist.all_reduce(torch.ones(3))
+
+
+def test_a_group_takes_no_shared_memory_before_it_is_used() -> None:
+    def resident() -> int:
+        """Bytes of the groups' boards and windows that this process has touched."""
+        total, ours = 0, False
+        with open("/proc/self/smaps") as maps:
+            for line in maps:
+                if not line.partition(" ")[0].endswith(":"):
+                    ours = "/memfd:collectives" in line
+                elif ours and line.startswith("Rss:"):
+                    total += int(line.split()[1]) << 10
+        return total
+
+    before = resident()
+    groups = [dist.new_group() for _ in range(4)]
+    assert resident() - before < 4 << 20
+    for group in groups:
+        tensor = of(rank(), 100_000)
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor, torch.stack(every(100_000)).sum(0))
+        dist.destroy_process_group(group)

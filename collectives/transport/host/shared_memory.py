@@ -91,18 +91,21 @@ def _refuse(peer: int, address: int, own: int, nbytes: int) -> None:
     )
 
 
-def connect(rank: int, size: int, local: Sequence[int], exchange: Exchange, *, timeout: float) -> SharedMemory | None:
+def connect(
+    rank: int, size: int, local: Sequence[int], exchange: Exchange, *, timeout: float, populate: bool = True
+) -> SharedMemory | None:
     """Share memory among the ranks of each host; collective over the group. None on every rank if memory cannot be
     shared on some host. Direct reads are enabled only if they work between all ranks that share a host.
 
     Args:
         exchange: gathers every rank's value on every rank of the group.
         timeout: seconds that a later wait may last.
+        populate: take the memory now, and not page by page when it is first used.
     """
     before = board_bytes(size) + WINDOW_BYTES
     nbytes = before + post_bytes(len(local))
     for make in (_anonymous_file, _named_file):
-        mappings = _map_all(make, nbytes, rank, local, exchange)
+        mappings = _map_all(make, nbytes, rank, local, exchange, populate)
         if mappings is not None:
             break
     else:
@@ -141,7 +144,12 @@ def _named_file(nbytes: int) -> tuple[int, str]:
 
 
 def _map_all(
-    make: Callable[[int], tuple[int, str]], nbytes: int, rank: int, local: Sequence[int], exchange: Exchange
+    make: Callable[[int], tuple[int, str]],
+    nbytes: int,
+    rank: int,
+    local: Sequence[int],
+    exchange: Exchange,
+    populate: bool,
 ) -> list[mmap.mmap | None] | None:
     """Map every local rank's file, made with ``make``; None on every rank if any rank could not."""
     secret = secrets.token_bytes(_TOKEN_BYTES)
@@ -152,14 +160,15 @@ def _map_all(
         # Only what the system raises is suppressed: a signal handler may raise anything, anywhere.
         with suppress(OSError, AttributeError):
             handle, path = make(nbytes)
-            own = _map(handle, nbytes, populate=True)
+            own = _map(handle, nbytes, populate)
             own[nbytes - _TOKEN_BYTES :] = secret
         offers = exchange((path if own is not None else "", secret))
         mappings = [None] * len(offers)
         works = own is not None
         if works:
             mappings[rank] = own
-            works = all([_map_peer(mappings, peer, offers[peer], nbytes, len(local)) for peer in local if peer != rank])
+            ahead = populate and len(local) <= _PREFAULT_UP_TO
+            works = all([_map_peer(mappings, peer, offers[peer], nbytes, ahead) for peer in local if peer != rank])
         everywhere = all(exchange(works))
         return mappings if everywhere else None
     finally:
@@ -173,7 +182,7 @@ def _map_all(
                 mapping.close()
 
 
-def _map_peer(mappings: list[mmap.mmap | None], peer: int, offer: tuple[str, bytes], nbytes: int, ranks: int) -> bool:
+def _map_peer(mappings: list[mmap.mmap | None], peer: int, offer: tuple[str, bytes], nbytes: int, ahead: bool) -> bool:
     path, secret = offer
     if not path:
         return False
@@ -184,7 +193,7 @@ def _map_peer(mappings: list[mmap.mmap | None], peer: int, offer: tuple[str, byt
     try:
         if os.fstat(handle).st_size < nbytes:  # another process's file, by the same path
             return False
-        mapping = _map(handle, nbytes, populate=ranks <= _PREFAULT_UP_TO)
+        mapping = _map(handle, nbytes, ahead)
     except OSError:
         return False
     finally:
@@ -193,7 +202,7 @@ def _map_peer(mappings: list[mmap.mmap | None], peer: int, offer: tuple[str, byt
     return bytes(mapping[nbytes - _TOKEN_BYTES : nbytes]) == secret
 
 
-def _map(handle: int, nbytes: int, *, populate: bool) -> mmap.mmap:
+def _map(handle: int, nbytes: int, populate: bool) -> mmap.mmap:
     return mmap.mmap(handle, nbytes, flags=mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0))
 
 

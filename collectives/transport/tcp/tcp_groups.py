@@ -89,7 +89,8 @@ class Network:
             members: as ranks of the network, in the order of the group's.
         """
         numbers = [self.everyone.ranks[member] for member in members]
-        return make_group(TcpWiring(self._mesh, self._heart, name, members, config), config, numbers)
+        wiring = TcpWiring(self._mesh, self._heart, name, members, config)
+        return make_group(wiring, config, numbers, populate=False)
 
 
 class TcpWiring:

@@ -7,8 +7,8 @@ of launchers (`collectives.launch.elastic_driver`). It sees of the others what t
     beat      a member lives. It counts as dead if it has been silent for the peer timeout, or if its connection was
               closed and it has missed a beat since
     said      what it asks the driver
-    moved     the job goes on elsewhere: this process was rank 0 of it before, or so, and was started again. Whoever has
-              come here is sent there
+    moved     the job goes on elsewhere: this process was rank 0 of it before, or so, and was started again, or was
+              stopped. Whoever has come here is sent there
 
 With each generation goes its *roll*: what a successor needs in order to go on from there, if this member dies.
 """
@@ -150,8 +150,9 @@ class Owner:
     def _take(self, key: str, value: bytes | None) -> None:
         now = time.monotonic()
         _, kind, name, *rest = key.split("/")
-        if kind == "moved" and value is not None and not self._driver.generation:
-            self._send_to(json.loads(value))
+        if kind == "moved" and value is not None:
+            if not self._leads():
+                self._send_to(json.loads(value))
         elif self._moved:
             if kind in ("knock", "said"):
                 self._set("/".join(("elastic", "welcome" if kind == "knock" else "answer", name, *rest)), self._moved)
@@ -162,6 +163,12 @@ class Owner:
             self._welcome(name, json.loads(value), now)
         elif kind == "said" and value is not None:
             self._hear(int(name), int(rest[0]), json.loads(value), now)
+
+    def _leads(self) -> bool:
+        """Whether most members of the generation are here. If not, as where this process was stopped and they have gone
+        on without it, newcomers would wait here for nothing."""
+        ranks = self._driver.ranks
+        return 2 * sum(rank in self._driver.members for rank in ranks) > len(ranks)
 
     def _send_to(self, address: Sequence[Any]) -> None:
         """Send who has come to the address where the job goes on."""

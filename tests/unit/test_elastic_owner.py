@@ -186,6 +186,29 @@ def test_who_comes_where_the_job_is_not_any_more_is_sent_there(make: Callable[..
     assert members.welcomed("late") == {"moved": ["node2", 77]}
 
 
+def test_an_owner_that_was_stopped_sends_newcomers_to_where_the_others_are(make: Callable[..., Members]) -> None:
+    """And does not keep them, nor go there itself as long as most are with it."""
+    members = generation_1(make, 3)
+    members.hear("moved/to", ["node2", 77])
+    members.knock("first", None, None)
+    assert members.welcomed("first") == {"member": 3}
+    members.say(3, "here")
+    assert members.answer(3)["alone"]
+    members.say(3, "ready")
+    for rank in (1, 2):
+        members.ends(rank)
+    members.say(0, "ended", 1)
+
+    def is_sent() -> bool:
+        members.hear("moved/to", ["node2", 77])  # as it is set again and again
+        return members._server.has("elastic/answer/0/3")
+
+    assert poll(is_sent, PATIENCE)
+    members.knock("second", None, None)
+    for answer in (members.answer(0), members.answer(3), members.welcomed("second")):
+        assert answer == {"moved": ["node2", 77]}
+
+
 def test_the_failure_of_a_first_rank_ends_the_job_where_all_are_needed(make: Callable[..., Members]) -> None:
     members = make(lambda owner: owner.begin(3), smallest=3)
     members.knock("early", None, None)

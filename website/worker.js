@@ -7,7 +7,10 @@ if (location.protocol === "file:")
       this.loaded = new Promise((resolve) => {
         this.frame.onload = () => {
           const inner = this.frame.contentWindow;
-          inner.postMessage = (data) => setTimeout(() => this.onmessage?.({ data }));
+          inner.postMessage = (data) => {
+            const copy = structuredClone(data); // as between threads: neither side sees what the other changes later
+            setTimeout(() => this.onmessage?.({ data: copy }));
+          };
           const script = inner.document.createElement("script");
           script.src = new URL(address, location);
           script.onload = () => resolve(inner);
@@ -18,7 +21,8 @@ if (location.protocol === "file:")
       document.body.append(this.frame);
     }
     postMessage(data) {
-      this.loaded.then((inner) => inner.onmessage({ data }));
+      const copy = structuredClone(data);
+      this.loaded.then((inner) => inner.onmessage({ data: copy }));
     }
     terminate() {
       this.frame.remove();

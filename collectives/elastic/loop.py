@@ -28,6 +28,10 @@ Result = TypeVar("Result")
 _Training = Callable[Concatenate[Any, Parameters], Result]
 
 
+_PATIENCE_WITH_SETS = 10
+"""How many times as long ranks of a process set wait for each other as until a warning, where ranks have changed."""
+
+
 @overload
 def run(func: _Training[Parameters, Result]) -> _Training[Parameters, Result]: ...
 
@@ -87,6 +91,7 @@ def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None =
                     # left the former world. Before the callbacks, which may set what a restore would undo.
                     if _anywhere(failed):
                         state.restore()
+                    retry.bound_sets(_PATIENCE_WITH_SETS)
                     state.on_reset()
                 state.sync()
                 with retry.retrying(recover == "retry") as steps:

@@ -41,6 +41,8 @@ from collectives.worlds.world import World
 _FINISH = "elastic: finish"
 _ENDED_WITHIN = 60.0
 """Seconds in which the steps of other threads end whose world has failed."""
+_SET_WITHIN = 60.0
+"""Seconds that ranks of a process set wait for each other where ranks have changed, if no warning is configured."""
 _FINISHED_WITHIN = 60.0
 """Seconds that a rank whose function has returned waits for the others."""
 Result = TypeVar("Result")
@@ -196,6 +198,7 @@ class Steps:
             for each in records:
                 self._left_elsewhere |= Counter(each)
             self.retried = True
+            bound_sets()
         finally:
             with self._changed:
                 self._renewing = False
@@ -210,6 +213,22 @@ def steps(
     if _current is None or not right_for_fewer(op, scale):
         return None
     return _current if runtime.world_of(process_set) is runtime.default.world else None
+
+
+def bound_sets(patience: int = 1) -> None:
+    """Have collectives of process sets that not all their ranks come to end with an error: where ranks have died, a
+    branch on `rank()` takes other members of a set than before, and each part waits in another world.
+
+    Args:
+        patience: in times of what a warning takes.
+    """
+    world = runtime.world()
+    world.bound_waits_of_sets(
+        patience * (world.config.stall_warning or _SET_WITHIN),
+        "Ranks have died or come, and the others have new numbers, in the middle of the training function where steps "
+        f"are retried: this is rank {world.rank} of {world.size} now. A branch on rank() takes other members of a "
+        "process set than before: branch on ProcessSet.included(), or commit in each step.",
+    )
 
 
 def right_for_fewer(op: Op | None, scale: float) -> bool:

@@ -67,7 +67,7 @@ class Engine:
         self.wait, self.guarded, self.drives = self._progress.wait, self._progress.guarded, self._progress.drives
         self.paused, self.await_background = self._progress.paused, self._progress.await_background
         self.refuse, self.abandon = self._failure.refuse, self._failure.abandon
-        self.when_settled = self._failure.when_settled
+        self.when_settled, self.bound_stalls = self._failure.when_settled, self._progress.bound_stalls
         self._acquire, self._release = self._progress.lock.acquire, self._progress.lock.release
         self._owns, self._work_is_set = self._progress.lock._is_owned, submissions.work.is_set
         self._enter_and_look = context.control.enter_and_look

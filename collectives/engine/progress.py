@@ -73,6 +73,7 @@ class Progress:
         self._failure = failure
         self._timeout = config.timeout
         self._stall = StallInspector(rank, config.stall_warning, config.stall_shutdown)
+        self.bound_stalls = self._stall.bound
         self.reset()
 
     def reset(self) -> None:

@@ -74,6 +74,11 @@ class StallInspector:
         self._warning = warning
         self._shutdown = shutdown
         self._reported: set[int] = set()
+        self._extra, self._why = 0.0, ""
+
+    def bound(self, seconds: float, why: str) -> None:
+        """End waits after so many seconds, where ``shutdown`` does not before; ``why``: sentences for the error."""
+        self._extra, self._why = seconds, why
 
     def look(self, handles: Iterable[Handle], missing: Callable[[Handle], Sequence[int]]) -> None:
         """Report the operations that have waited for too long.
@@ -107,6 +112,12 @@ class StallInspector:
                         f"rank {self._rank}: a tensor has waited for more than {self._shutdown:g} s "
                         f"(COLLECTIVES_STALL_SHUTDOWN) [R20]:\n" + self._describe(handle, now, missing(handle))
                     )
+        late = [handle for handle in waiting if now - handle.submitted > self._extra] if self._extra else []
+        if late:
+            raise CollectiveTimeoutError(
+                f"rank {self._rank}: a tensor has waited for more than {self._extra:g} s. {self._why} [E45]:\n"
+                + self._describe(late[0], now, missing(late[0]))
+            )
 
     def _describe(self, handle: Handle, now: float, missing: Sequence[int]) -> str:
         who = f"missing ranks: {', '.join(map(str, missing))}" if missing else "missing ranks: not known"

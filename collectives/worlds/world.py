@@ -351,6 +351,11 @@ class World(_Parts):
             world._engine.set_obstacle("timeline")
             world._engine.mark_cycles(mark_cycles)
 
+    def bound_waits_of_sets(self, seconds: float, why: str) -> None:
+        """End waits in its process sets with a CollectiveTimeoutError after so many seconds; ``why``: for its text."""
+        for child in self._children:
+            child._engine.bound_stalls(seconds, f"In the process set of ranks {list(child.ranks)}. {why}")
+
     def waits(self) -> list[Wait]:
         """What this rank waits for, in this world and its process sets; any thread may ask."""
         worlds = (self, *self._children)

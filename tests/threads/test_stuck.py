@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives.base.errors import MismatchError
+import collectives
+from collectives.base.errors import MismatchError, RecoverableError
 from collectives.engine import callers, stall
 from collectives.transport.threads import thread_groups
 from collectives.worlds.world import World
@@ -142,3 +143,22 @@ def test_the_processor_time_of_a_thread_grows_as_it_computes() -> None:
     while time.thread_time() - begun < 0.1:
         pass
     assert 0.05 < stall.processor_seconds(threading.current_thread()) - before < 0.5
+
+
+def test_a_process_set_that_waits_while_its_other_rank_is_elsewhere_may_be_bounded() -> None:
+    """As where ranks have changed, and a branch on the rank takes them apart."""
+
+    def program(world: World) -> str:
+        pair = collectives.add_process_set([0, 1])
+        world.bound_waits_of_sets(0.2, "Ranks have changed.")
+        try:
+            collectives.allreduce(np.ones(2), name="x", process_set=pair if world.rank == 0 else None)
+        except RecoverableError as error:
+            world.fail(str(error))
+            return str(error)
+        return ""
+
+    with collectives.local_world(3) as local:
+        texts = local.run(program)
+    assert "process set of ranks [0, 1]. Ranks have changed. [E45]" in texts[0] and "missing ranks: 1" in texts[0]
+    assert all("[E45]" in text for text in texts[1:])

@@ -280,7 +280,7 @@ def test_a_batch_system_starts_ranks_on_its_other_host(program: str, hosts: Clus
     shown = run_command(command, timeout=60, env={**job, "PATH": path}).output
     attached = "7" if program == "pbs_attach" else None
     of_ranks = [f"[0] host1 None {['a b', '$x']}", *(f"[{rank}] host2 {attached} {['a b', '$x']}" for rank in (1, 2))]
-    assert sorted(shown.splitlines()) == of_ranks
+    assert sorted(line for line in shown.splitlines() if line.startswith("[")) == of_ranks
 
 
 def test_a_failure_on_another_host_is_shown_last(hosts: Cluster, tmp_path: Path) -> None:

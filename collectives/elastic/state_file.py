@@ -15,7 +15,9 @@ import json
 import os
 import pickle
 import socket
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from collectives.base.errors import InvalidArgumentError
@@ -49,7 +51,7 @@ class StateFile:
         forms = self._first_forms(shadow)
         head = {name: (copy.layout, copy.buffer.nbytes, copy.rest, forms[name]) for name, copy in copies.items()}
         try:
-            with draft.open("wb") as file:
+            with open(draft, "wb", opener=_for_the_user_alone) as file:
                 file.write(json.dumps({"kind": _KIND, "version": version}).encode() + b"\n")
                 pickle.dump(head, file)
                 for copy in copies.values():
@@ -70,6 +72,7 @@ class StateFile:
         present = self._first_forms(shadow)
         try:
             with self._path.open("rb") as file:
+                _check_owner(file.fileno())
                 about = json.loads(file.readline(1000))
                 if about["kind"] != _KIND:
                     raise ValueError("it was written by another program")
@@ -103,6 +106,23 @@ class StateFile:
         return InvalidArgumentError(
             f"save_to: {self._path} is no file of this state ({type(error).__name__}: {error}): remove it, or give the "
             "path of another one [E34]"
+        )
+
+
+def _for_the_user_alone(path: str, flags: int) -> int:
+    """Open a new file, which nobody else has made, may read, or may write: who loads it executes what is pickled."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)  # of a process that had this number
+    return os.open(path, flags | os.O_EXCL, 0o600)
+
+
+def _check_owner(file: int) -> None:
+    """PermissionError: somebody else has made the file, or may write it."""
+    status = os.fstat(file)
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise PermissionError(
+            f"it belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}, and reading it may "
+            "execute code: if what wrote it was yours, make it yours alone, by chown and chmod 600"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import importlib
 import pickle
+from collections import Counter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,6 +34,8 @@ class Objects:
         self._operations = operations
         self._key = key
         self._extra = 0 if key is None else _SIGNATURE_BYTES
+        self._numbers: Counter[str] = Counter()
+        """How many objects have been signed by each name: a former one, sent again, has another number."""
 
     def broadcast_object(self, value: Object, root_rank: int = 0, *, name: str | None = None) -> Object:
         is_root = self._operations.rank == root_rank
@@ -50,23 +53,26 @@ class Objects:
         length = operations.broadcast(
             np.array([extra + len(data)], np.int64), root_rank, name=name and f"{name}.length"
         )
+        number = self._number(name)
         with operations.ahead_of(name):
             buffer = np.empty(int(length[0]), np.uint8)
             if operations.rank == root_rank:
-                buffer[:extra] = np.frombuffer(self._signature(root_rank, name, data), np.uint8)
+                buffer[:extra] = np.frombuffer(self._signature(root_rank, name, number, data), np.uint8)
             buffer[extra : extra + len(data)] = np.frombuffer(data, np.uint8)
         operations.broadcast_(buffer, root_rank, name=name)
-        return buffer[extra:] if operations.rank == root_rank else self._verified(root_rank, name, buffer)
+        return buffer[extra:] if operations.rank == root_rank else self._verified(root_rank, name, number, buffer)
 
     def allgather_object(self, value: Object, *, name: str | None = None) -> list[Object]:
         operations = self._operations
         pickled = self._pickled(value, name)
-        data = np.frombuffer(self._signature(operations.rank, name, pickled) + pickled, np.uint8)
-        lengths = operations.allgather(np.array([len(data)], np.int64), name=name and f"{name}.length")
+        length = self._extra + len(pickled)
+        lengths = operations.allgather(np.array([length], np.int64), name=name and f"{name}.length")
+        number = self._number(name)
+        data = np.frombuffer(self._signature(operations.rank, name, number, pickled) + pickled, np.uint8)
         everything = operations.allgather(data, name=name)
         ends = np.cumsum(lengths)
         return [
-            pickle.loads(self._verified(peer, name, everything[end - length : end]).data)
+            pickle.loads(self._verified(peer, name, number, everything[end - length : end]).data)
             for peer, (end, length) in enumerate(zip(ends.tolist(), lengths.tolist(), strict=True))
         ]
 
@@ -79,22 +85,33 @@ class Objects:
             raise operations.refused(error, None) from None
         consistency.compare(operations.ranks[operations.rank], self.allgather_object(fingerprints), operations.ranks)
 
-    def _signature(self, rank: int, name: str | None, data: bytes | memoryview) -> bytes:
-        """An HMAC over what a rank says by a name; empty where nothing is signed."""
+    def _number(self, name: str | None) -> int:
+        """The number of an object by its name. It is counted once all ranks have begun it: one that some rank refuses
+        is counted on none."""
+        if self._key is None:
+            return 0
+        self._numbers[name or ""] += 1
+        return self._numbers[name or ""]
+
+    def _signature(self, rank: int, name: str | None, number: int, data: bytes | memoryview) -> bytes:
+        """An HMAC over what a rank says by a name for the so many-th time; empty where nothing is signed."""
         if self._key is None:
             return b""
-        signing = hmac.new(self._key, f"{rank} {name or ''}\0".encode(), "sha256")
+        signing = hmac.new(self._key, f"{rank} {number} {name or ''}\0".encode(), "sha256")
         signing.update(data)
         return signing.digest()
 
-    def _verified(self, rank: int, name: str | None, signed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def _verified(
+        self, rank: int, name: str | None, number: int, signed: npt.NDArray[np.uint8]
+    ) -> npt.NDArray[np.uint8]:
         """What a rank has said, without its signature."""
         signature, data = signed[: self._extra], signed[self._extra :]
-        if not hmac.compare_digest(signature.data, self._signature(rank, name, data.data)):
+        if not hmac.compare_digest(signature.data, self._signature(rank, name, number, data.data)):
             ranks = self._operations.ranks
             raise TransportError(
                 f"rank {ranks[self._operations.rank]}: an object of rank {ranks[rank]} ({name or 'without a name'}) is "
-                "not what that rank has signed: something between the hosts has changed it; it was not unpickled [N10]"
+                "not what that rank has signed: something between the hosts has changed it, or sent a former one again; it "
+                "was not unpickled [N10]"
             )
         return data
 

@@ -41,10 +41,10 @@ class Wire:
         yield
 
 
-def said(value: object, key: bytes = KEY, rank: int = 0, name: str = "") -> bytes:
-    """What a rank sends for an object."""
+def said(value: object, key: bytes = KEY, rank: int = 0, name: str = "", number: int = 1) -> bytes:
+    """What a rank sends for an object, as the so many-th by its name."""
     data = pickle.dumps(value)
-    return Objects(Wire(b""), key)._signature(rank, name or None, data) + data  # type: ignore[arg-type]
+    return Objects(Wire(b""), key)._signature(rank, name or None, number, data) + data  # type: ignore[arg-type]
 
 
 CALLS: dict[str, Callable[[Objects], Any]] = {
@@ -57,6 +57,19 @@ CALLS: dict[str, Callable[[Objects], Any]] = {
 def test_an_object_arrives(call: Callable[[Objects], Any]) -> None:
     assert call(Objects(Wire(said({"a": 1})), KEY)) == {"a": 1}  # type: ignore[arg-type]
     assert call(Objects(Wire(pickle.dumps({"a": 1})), None)) == {"a": 1}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_former_object_that_is_sent_again_is_not_unpickled(call: Callable[[Objects], Any]) -> None:
+    wire = Wire(said("stop"))
+    objects = Objects(wire, KEY)  # type: ignore[arg-type]
+    assert call(objects) == "stop"
+    with pytest.raises(TransportError, match="or sent a former one again"):
+        call(objects)
+    wire = Wire(said("on", number=2))
+    objects._operations = wire  # type: ignore[assignment]
+    with pytest.raises(TransportError, match="not what that rank has signed"):
+        call(objects)  # it is the third by now
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.elastic.object_state import Attributes, ObjectState
 from collectives.elastic.shadow import Shadow
 from collectives.elastic.state_file import StateFile
+from tests.trials.hostile import Bomb
 
 
 class Owner:
@@ -96,6 +98,24 @@ def test_a_file_of_other_shapes_is_refused_and_one_whose_arrays_grew_is_not(tmp_
     file.write(shadow_of(writer), 2)
     reader = Owner(2.0)
     assert StateFile(tmp_path / "state", 1).load(shadow_of(reader)) == 2 and reader.weights.tolist() == [6.0] * 3000
+
+
+def test_the_file_is_the_users_alone_and_another_is_not_unpickled(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    file = StateFile(path, 1)
+    file.write(shadow_of(Owner(5)), 9)
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_bytes(path.read_bytes().partition(b"\n")[0] + b"\n" + pickle.dumps(Bomb(tmp_path / "canary")))
+    for mode in (0o666, 0o620):
+        path.chmod(mode)
+        with pytest.raises(InvalidArgumentError, match=f"has mode {mode:o}, and reading it may execute code"):
+            file.load(shadow_of(Owner(2)))
+    path.chmod(0o600)
+    if os.getuid() == 0:
+        os.chown(path, 1234, -1)
+        with pytest.raises(InvalidArgumentError, match="it belongs to user 1234"):
+            file.load(shadow_of(Owner(2)))
+    assert not (tmp_path / "canary").exists()
 
 
 def test_a_state_goes_on_from_its_file(tmp_path: Path) -> None:

@@ -26,13 +26,18 @@ class Sign(NamedTuple):
         return f"{self.variable}={text} says that {self.launcher} started this process as one of several"
 
 
+MOST_DIGITS = 9
+"""Of a number of ranks, or of a rank."""
+
+
 def _size(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
+    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else 0
 
 
 def _rank(text: str) -> int:
     """A rank above 0 implies several processes; rank 0 says nothing."""
-    return int(text) + 1 if text.isdecimal() and int(text) > 0 else 0
+    rank = _size(text)
+    return rank + 1 if rank else 0
 
 
 def _address(text: str) -> int:
@@ -45,7 +50,7 @@ def _cluster(text: str) -> int:
     try:
         cluster = json.loads(text)["cluster"]
         return sum(len(cluster.get(role, ())) for role in ("chief", "master", "worker"))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return 0
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from collectives.base.launchers import torchs_are_ours
 
+_MOST_NODES = 1 << 20
 CANDIDATES = 8
 """Ports of which rank 0 takes the first that is free."""
 _FIRST_PORT, _PORTS = 20000, 12000
@@ -60,7 +61,8 @@ def detect(environment: Mapping[str, str], *, without_mpi: bool = False) -> Spot
 
 
 def _read(reader: Callable[[Mapping[str, str]], Spot | None], environment: Mapping[str, str]) -> Spot | None:
-    with suppress(KeyError, ValueError, TypeError, AttributeError, IndexError):
+    wrong = (KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+    with suppress(*wrong):
         spot = reader(environment)
         if spot is not None and 0 <= spot.rank < spot.size:
             return spot
@@ -87,6 +89,8 @@ def _expanded(part: str) -> list[str]:
     numbers: list[str] = []
     for span in inside.split(","):
         first, dash, last = span.partition("-")
+        if dash and int(last) - int(first) >= _MOST_NODES:
+            raise ValueError(f"{span} are more than {_MOST_NODES} hosts")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)] if dash else [first]
     return [f"{head}{number}{end}" for number in numbers for end in _expanded(tail)]
 

@@ -291,7 +291,7 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     text = Path(path).read_text(encoding="utf-8", errors="replace").strip()
     try:
         events = json.loads(text if text.endswith("]") else text.removesuffix(",") + "]")
-    except ValueError:
+    except (ValueError, RecursionError):
         events = _events_by_line(text)
     return [event for event in events if isinstance(event, dict)]
 
@@ -339,7 +339,7 @@ def _clock_name() -> tuple[str, ...]:
 
 def _events_by_line(text: str) -> Iterator[Any]:
     for line in text.split("\n"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             yield json.loads(line.strip().removesuffix(","))
 
 

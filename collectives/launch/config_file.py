@@ -116,7 +116,7 @@ def _root(yaml: Any, path: str) -> Any:
         raise InvalidArgumentError(
             f"--config-file: cannot read {path!r}: {getattr(error, 'strerror', None) or error} [L52]"
         ) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise InvalidArgumentError(
             f"--config-file: {path!r} is no YAML: {' '.join(str(error).split())} [L53]"
         ) from None

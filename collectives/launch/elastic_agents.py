@@ -120,7 +120,7 @@ class ElasticAgents(Agents):
             self._ended_at, self._ended_time = now, time.time()
 
     def _take(self, key: str, value: bytes) -> None:
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             member, question = map(int, key.removeprefix(_SAID).split("/"))
             thing = json.loads(value)
             if isinstance(thing, dict):

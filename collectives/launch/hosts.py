@@ -16,8 +16,8 @@ from pathlib import Path
 from collectives.base import places
 from collectives.base.errors import InvalidArgumentError
 
-_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:]+\]|[^\s:,\[\]]+)(?::(?P<slots>[1-9][0-9]*))?")
-_LINE = re.compile(rf"{_HOST.pattern}(?:\s+slots\s*=\s*(?P<named>[1-9][0-9]*))?(?:\s+max[-_]slots\s*=\s*[0-9]+)?")
+_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:]+\]|[^\s:,\[\]]+)(?::(?P<slots>[1-9][0-9]{0,8}))?")
+_LINE = re.compile(rf"{_HOST.pattern}(?:\s+slots\s*=\s*(?P<named>[1-9][0-9]{{0,8}}))?(?:\s+max[-_]slots\s*=\s*[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         match = _HOST.fullmatch(entry.strip())
         if match is None:
             raise InvalidArgumentError(
-                f"-H/--hosts: expected host:ranks,host:ranks,... such as host1:4,host2:4, got {entry!r} in {text!r} "
-                "[L41]"
+                f"-H/--hosts: expected host:ranks,host:ranks,... such as host1:4,host2:4, got {entry!r:.200} in "
+                f"{text!r:.200} [L41]"
             )
         hosts.append(Host(match["name"], int(match["slots"] or 1)))
     return _distinct(hosts, "-H/--hosts")
@@ -71,7 +71,9 @@ def parse_lines(lines: Sequence[str], source: str, slots: int = 1) -> tuple[Host
             continue
         match = _LINE.fullmatch(entry)
         if match is None:
-            raise InvalidArgumentError(f"{source}:{number}: expected 'host slots=4' or 'host:4', got {entry!r} [L44]")
+            raise InvalidArgumentError(
+                f"{source}:{number}: expected 'host slots=4' or 'host:4', got {entry!r:.200} [L44]"
+            )
         hosts.append(Host(match["name"], int(match["named"] or match["slots"] or slots)))
     return _distinct(hosts, source)
 

@@ -283,6 +283,10 @@ def _pods(
 
 def _name(given: str | None, file: str) -> str:
     """Return the job's name: as given, or like its file's."""
+    if not file.isprintable():
+        raise InvalidArgumentError(
+            f"--kubernetes: expected the name of a file without line breaks, got {file!r} [L143]"
+        )
     stem = "job" if file == "-" else Path(file).stem
     name = re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-") if given is None else given
     if not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > _MOST_LETTERS:

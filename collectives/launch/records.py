@@ -119,8 +119,10 @@ class Records:
 
 def parse(line: bytes) -> Record | None:
     """Parse a record that has just arrived; None if it is invalid."""
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
         record = Record(**json.loads(line))
+        if {type(record.rank), type(record.code)} != {int}:
+            return None
         now = time.time()
         if record.host == socket.gethostname() or abs(record.time - now) < _TRUSTED:
             return record

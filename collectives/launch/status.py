@@ -23,6 +23,7 @@ from collectives.base.user_folder import OF_RANKS, user_folder
 
 WAITS_FROM = 0.5
 """Seconds from which a rank counts as waiting: shorter waits are part of every step."""
+_MOST_LINE = 64 << 10
 SILENT_FROM = 2.0
 """Seconds without a line from which a rank counts as silent."""
 Line = Mapping[str, Any]
@@ -50,8 +51,8 @@ class Statuses:
         *lines, self._rests[origin] = (self._rests.get(origin, b"") + data).split(b"\n")
         now = time.monotonic()
         for text in lines:
-            with suppress(ValueError, TypeError):
-                self._lines[origin] = now, {"rank": None, **json.loads(text)}
+            with suppress(ValueError):
+                self._lines[origin] = now, {"rank": None, **_parsed(text)}
 
     def lines(self) -> list[Line]:
         """What each rank of the newest generation has said last, in their order; of one that has said nothing, its
@@ -80,9 +81,10 @@ def by_others() -> dict[int, dict[str, Any]]:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                     path.unlink(missing_ok=True)
                     continue
-                line = json.loads(file.readline())
+                line = _parsed(file.readline(_MOST_LINE))
                 age = time.time() - os.fstat(file.fileno()).st_mtime
-            jobs.setdefault(line["job"], []).append({**line, "age": round(age, 2)})
+            if line.keys() >= {"job", "pid", "began", "rank"}:
+                jobs.setdefault(str(line["job"]), []).append({**line, "age": round(age, 2)})
         except (OSError, ValueError):
             continue  # it has just begun, or ends
     snapshots = {}
@@ -93,6 +95,23 @@ def by_others() -> dict[int, dict[str, Any]]:
             ordered = sorted(_newest(lines), key=_number)
             snapshots[pid] = _snapshot(ordered, pid, command, os.readlink(f"/proc/{pid}/cwd"), began)
     return snapshots
+
+
+def _parsed(text: bytes) -> Line:
+    """What a rank has said. ValueError: it is nothing that a rank says."""
+    try:
+        line = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(line, dict):
+        raise ValueError(f"expected an object, got {type(line).__name__}")
+    for name in ("rank", "pid", "generation"):
+        if not isinstance(line.get(name, 0), int | None):
+            raise ValueError(f"{name}: expected a whole number")
+    for name in ("began", "still"):
+        if not isinstance(line.get(name, 0), int | float):
+            raise ValueError(f"{name}: expected a number")
+    return line
 
 
 def _newest(lines: Iterable[Line]) -> list[Line]:

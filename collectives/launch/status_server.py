@@ -74,7 +74,7 @@ def serve(snapshot: Snapshot, port: int | None = None) -> Iterator[str]:
 
 def ask(pid: int) -> dict[str, Any]:
     """Return what the launcher with this number shows. OSError: there is none."""
-    with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(ValueError):
+    with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(ValueError, TypeError, RecursionError):
         connection.settimeout(_PATIENCE)
         connection.connect(str(user_folder() / str(pid)))
         with connection.makefile("rb") as answer:

@@ -73,7 +73,7 @@ def from_mscclpp(source: str | os.PathLike[str]) -> Plan:
         plan = json.loads(text)
         name = plan["name"] if is_text else Path(source).stem
         return Plan(plan["collective"], name, (len(plan["gpus"]),), _Translation(name, plan).rounds())
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, ScheduleError):
             raise
         raise ScheduleError(f"no execution plan of MSCCL++: {type(error).__name__}: {error}") from error

@@ -234,7 +234,9 @@ def _read(path: str) -> Cluster:
 def _own(text: str, path: str) -> Cluster:
     import yaml
 
-    stated = yaml.safe_load(text)
+    stated = yaml.safe_load(text)  # which raises where lists are nested too deeply
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+        raise ValueError("found an alias (*)")  # lists of which grow without end where they are shown
     if not isinstance(stated, dict):
         raise ValueError(f"found {stated!r:.40}")
     if unknown := stated.keys() - PARSERS.keys() - {"base"}:

@@ -34,7 +34,7 @@ class Objects:
         self._operations = operations
         self._key = key
         self._extra = 0 if key is None else _SIGNATURE_BYTES
-        self._numbers: Counter[str] = Counter()
+        self._object_numbers: Counter[str] = Counter()
         """How many objects have been signed by each name: a former one, sent again, has another number."""
 
     def broadcast_object(self, value: Object, root_rank: int = 0, *, name: str | None = None) -> Object:
@@ -53,7 +53,7 @@ class Objects:
         length = operations.broadcast(
             np.array([extra + len(data)], np.int64), root_rank, name=name and f"{name}.length"
         )
-        number = self._number(name)
+        number = self._object_number(name)
         with operations.ahead_of(name):
             buffer = np.empty(int(length[0]), np.uint8)
             if operations.rank == root_rank:
@@ -67,7 +67,7 @@ class Objects:
         pickled = self._pickled(value, name)
         length = self._extra + len(pickled)
         lengths = operations.allgather(np.array([length], np.int64), name=name and f"{name}.length")
-        number = self._number(name)
+        number = self._object_number(name)
         data = np.frombuffer(self._signature(operations.rank, name, number, pickled) + pickled, np.uint8)
         everything = operations.allgather(data, name=name)
         ends = np.cumsum(lengths)
@@ -85,13 +85,13 @@ class Objects:
             raise operations.refused(error, None) from None
         consistency.compare(operations.ranks[operations.rank], self.allgather_object(fingerprints), operations.ranks)
 
-    def _number(self, name: str | None) -> int:
+    def _object_number(self, name: str | None) -> int:
         """The number of an object by its name. It is counted once all ranks have begun it: one that some rank refuses
         is counted on none."""
         if self._key is None:
             return 0
-        self._numbers[name or ""] += 1
-        return self._numbers[name or ""]
+        self._object_numbers[name or ""] += 1
+        return self._object_numbers[name or ""]
 
     def _signature(self, rank: int, name: str | None, number: int, data: bytes | memoryview) -> bytes:
         """An HMAC over what a rank says by a name for the so many-th time; empty where nothing is signed."""
@@ -110,8 +110,8 @@ class Objects:
             ranks = self._operations.ranks
             raise TransportError(
                 f"rank {ranks[self._operations.rank]}: an object of rank {ranks[rank]} ({name or 'without a name'}) is "
-                "not what that rank has signed: something between the hosts has changed it, or sent a former one again; it "
-                "was not unpickled [N10]"
+                "not what that rank has signed: it was changed on the way, or a former one was sent again; it was not "
+                "unpickled [N10]"
             )
         return data
 

@@ -64,7 +64,7 @@ def test_a_former_object_that_is_sent_again_is_not_unpickled(call: Callable[[Obj
     wire = Wire(said("stop"))
     objects = Objects(wire, KEY)  # type: ignore[arg-type]
     assert call(objects) == "stop"
-    with pytest.raises(TransportError, match="or sent a former one again"):
+    with pytest.raises(TransportError, match="or a former one was sent again"):
         call(objects)
     wire = Wire(said("on", number=2))
     objects._operations = wire  # type: ignore[assignment]

@@ -78,7 +78,7 @@ class SignedStore:
             )
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._failed(error) from error
 
     def find(self, key: str) -> Any:
@@ -89,7 +89,7 @@ class SignedStore:
         """The value of a key, its signature unchecked; None if there is none, or it is no JSON."""
         try:
             return json.loads(_divided(self._read(key))[1]) if self.has([key]) else None
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     def has(self, keys: Sequence[str], within: float = 0.0) -> bool:

@@ -255,7 +255,7 @@ class Inbox:
         """Take in a connection that has proved the key; in the service's thread."""
         try:
             job, peer, dialled, channel = json.loads(hello)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             job = dialled = channel = None
         if job != self._job or dialled != [self._rank, *(self.address or ())] or channel == _PING:
             sock.close()

@@ -311,9 +311,11 @@ class _Run(Generic[Returned]):
         while self._running:
             seconds = self._until - time.monotonic()
             try:
-                self._running.remove(self._ended.get(timeout=max(0.0, seconds) if seconds < math.inf else None))
+                ended = self._ended.get(timeout=max(0.0, seconds) if seconds < math.inf else None)
             except queue.Empty:
                 return
+            self._running.remove(ended)
+            self.threads[ended].join(END_WITHIN)  # it has nothing left to do; the next run asks whether it is alive
 
     def _unfinished(self) -> str:
         return f"{', '.join(f'rank {rank}' for rank in sorted(self._running))} did not end"

@@ -10,6 +10,9 @@ from typing import Any
 
 from collectives.base import interrupts
 
+_DO_NOTHING = ("NOP", "NOT_TAKEN")
+"""Instructions that nothing can interrupt: the compiler leaves them out of the blocks of `try`."""
+
 
 class Interrupt(KeyboardInterrupt):
     pass
@@ -44,7 +47,7 @@ def interrupted(
                 raise error
 
     def instruction(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode" and dis.opname[frame.f_code.co_code[frame.f_lasti]] != "NOP":  # no version looks there
+        if event == "opcode" and dis.opname[frame.f_code.co_code[frame.f_lasti]] not in _DO_NOTHING:
             moment(frame)
         return instruction
 
@@ -52,6 +55,7 @@ def interrupted(
         if not anywhere:
             moment(frame)
             return None
+        frame.f_trace = instruction  # first: from Python 3.13 on instructions of a frame without one are not traced
         frame.f_trace_opcodes = True
         return instruction
 

@@ -147,7 +147,10 @@ class NcclCommunicator:
 
     def check(self) -> None:
         """Raise an asynchronous error that has occurred outside of any call; raises after `abort` and `close`, too."""
-        attempted(self._calls, 0.0, self._issue, "check_async_error")  # a call in progress reports its own errors
+        attempted(self._calls, 0.0, self._check)  # a call in progress reports its own errors
+
+    def _check(self) -> None:
+        self._issue("check_async_error")
 
     def abort(self) -> None:
         """End all of this rank's work in bounded time and release all resources; never raises, and is idempotent."""

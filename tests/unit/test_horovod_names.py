@@ -374,12 +374,22 @@ def test_horovod_run_refuses_what_makes_no_sense(arguments: dict[str, Any], mess
     assert not called
 
 
-def test_as_horovod_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[list[str], str]] = []
-    monkeypatch.setattr(
-        job, "run", lambda ranks, output: started.append((ranks.command, ranks.environment["PYTHONPATH"])) or 0
-    )
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+    """Have jobs end at once, as if their ranks had joined each other; returns their commands and environments."""
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(ranks: Any, output: Any) -> int:
+        started.append((ranks.command, ranks.environment))
+        output.records.joined = True
+        return 0
+
+    monkeypatch.setattr(job, "run", run)
     monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
+    return started
+
+
+def test_as_horovod_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = launches(monkeypatch)
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", sys.executable])
     assert (
@@ -388,14 +398,13 @@ def test_as_horovod_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         == cli.main(["-np", "2", sys.executable])
         == 0
     )
-    assert [path for _, path in started] == [f"{FOLDER}{os.pathsep}/theirs"] * 2 + ["/theirs"]
+    paths = [environment["PYTHONPATH"] for _, environment in started]
+    assert paths == [f"{FOLDER}{os.pathsep}/theirs"] * 2 + ["/theirs"]
     assert [command[-3] for command, _ in started] == ["=2", "=2", "="]
 
 
 def test_as_horovod_tells_the_ranks_in_horovods_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(job, "run", lambda ranks, output: started.append((ranks.command, ranks.environment)) or 0)
-    monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
+    started = launches(monkeypatch)
     file = tmp_path / "settings.yaml"
     file.write_text("params:\n  cycle_time_ms: 3\nlibrary_options:\n  num_nccl_streams: 2\n  thread_affinity: 4\n")
     options = ["--fusion-threshold", "32", "--num-nccl", "5", "--config-file", str(file), "-H", "a:4,b:1,c:9"]

@@ -82,6 +82,8 @@ def test_the_predicates_part_the_dtypes() -> None:
 @pytest.mark.parametrize("name", dtypes.FLOAT8)
 def test_float8_is_found_and_belongs_to_no_other_kind(name: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
+    if not hasattr(ml_dtypes, name):
+        pytest.skip(f"ml_dtypes {ml_dtypes.__version__} has no {name}")
     dtype = np.dtype(getattr(ml_dtypes, name))
     assert dtypes.resolve(dtype) == dtypes.resolve(name) == dtype and dtypes.name(dtype) == name
     kinds = [dtypes.is_float8, dtypes.is_bool, dtypes.is_integer, dtypes.is_floating, dtypes.is_complex, dtypes.is_half]

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
+from collectives.base.wake_up import WakeUp
 from collectives.launch import cli, ssh
 from collectives.launch.agent import die_with_parent
 from collectives.launch.api import search_path
@@ -85,7 +86,7 @@ class Session:
         """For each rank the number of the order that it has answered last, and the answer."""
         self._is_broken = False
         """Whether a rank has ended."""
-        self._heard = threading.Event()
+        self._heard = WakeUp()
         """Set after either has changed."""
         self._orders = 0
         self._cells = 0
@@ -236,7 +237,6 @@ class Session:
             while len(answers) < len(self._connections):
                 try:
                     self._heard.wait(_LOOK)
-                    self._heard.clear()
                     for rank, (number, answer) in list(self._said.items()):
                         if number == self._orders:  # else its order was given up
                             answers[rank] = answer

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from collectives.base.errors import MismatchError
+from collectives.base.exclusion import exclusively
 from collectives.base.reduce_op import Op
 from collectives.torch.compiled import untraced
 from collectives.torch.gradient_slot import GradientSlot, install_hook, may_thaw, numbered, remove_hooks, take_over
@@ -79,9 +80,12 @@ class AdasumSteps:
 
     def agree_for_read(self, copies: bool) -> None:
         """Agree on the gradients, because the program reads one, unless it ``copies`` its parameter."""
-        with self._agreeing:
-            if self._guard.armed and not (copies or compiles() or in_backward_elsewhere(self._thread)):
-                self._agree(reads=True)
+        if not copies:
+            exclusively(self._agreeing, self._agree_if_due)
+
+    def _agree_if_due(self) -> None:
+        if self._guard.armed and not (compiles() or in_backward_elsewhere(self._thread)):
+            self._agree(reads=True)
 
     def allow(self, param: Any) -> None:
         """Allow access to a gradient in the backward pass: it is this rank's own."""

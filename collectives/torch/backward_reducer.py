@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from collectives.base.errors import InvalidArgumentError, RecoverableError
+from collectives.base.exclusion import exclusive, give_back
 from collectives.base.reduce_op import Op
 from collectives.elastic import retry
 from collectives.frontends.gradient_options import GradientOptions
@@ -70,8 +71,8 @@ class BackwardReducer:
         self._passes = options.backward_passes_per_step
         self._keeps_order = options.algorithm == REPRODUCIBLE and self._passes > 1
         self._as_views = as_views
-        self._lock = threading.Lock()  # autograd has one thread for each GPU
-        self._synchronizing = threading.RLock()  # several threads may read gradients
+        self._counting: Any = threading.RLock()  # autograd has one thread for each GPU
+        self._lock = threading.RLock()  # several threads may read gradients
         self._thread = 0  # that runs the backward pass
         self._task = -1  # autograd's number of the latest backward pass
         self._begun_passes = 0
@@ -199,9 +200,13 @@ class BackwardReducer:
             return  # deferred, or frozen until now: `synchronize` submits it
         if slot.place is not None:
             slot.place.move()  # now, while the processor's caches hold it
-        with self._lock:
-            bucket.pending -= 1
-            complete = not bucket.pending
+        try:  # as `exclusively`, without a call
+            with self._counting:
+                bucket.pending -= 1
+                complete = not bucket.pending
+        finally:
+            if self._counting._is_owned():
+                give_back(self._counting)
         if complete and self._may_submit(bucket):
             self._send(bucket)
 
@@ -248,20 +253,20 @@ class BackwardReducer:
 
     # ---- step
 
+    @exclusive
     def combine_for_read(self, copies: bool) -> None:
         """Combine all gradients, because the program reads one, or ``copies`` its parameter."""
-        with self._synchronizing:
-            if not self._guard.armed:
-                return  # another thread has combined them meanwhile
-            if not self._last and (copies or compiles()):
-                return  # they are this rank's own yet, and a further pass may follow
-            if in_backward_elsewhere(self._thread):
-                raise InvalidArgumentError(
-                    "parameter.grad: expected it to be read by the thread that trains, or when no backward pass is "
-                    "under way: gradients are in flight and not complete; read them there, between backward() and "
-                    "optimizer.step(), and hand over copies [F24]"
-                )
-            self.synchronize(reads=True)
+        if not self._guard.armed:
+            return  # another thread has combined them meanwhile
+        if not self._last and (copies or compiles()):
+            return  # they are this rank's own yet, and a further pass may follow
+        if in_backward_elsewhere(self._thread):
+            raise InvalidArgumentError(
+                "parameter.grad: expected it to be read by the thread that trains, or when no backward pass is "
+                "under way: gradients are in flight and not complete; read them there, between backward() and "
+                "optimizer.step(), and hand over copies [F24]"
+            )
+        self.synchronize(reads=True)
 
     def refuse(self, param: Any) -> None:
         """Refuse a hook's access, in the backward pass, to a gradient that was submitted."""
@@ -274,6 +279,7 @@ class BackwardReducer:
                     "[F25]"
                 )
 
+    @exclusive
     def synchronize(self, reads: bool = False, applies: bool = False) -> None:
         """Submit the remaining buckets, and wait until all gradients are combined.
 
@@ -291,26 +297,25 @@ class BackwardReducer:
                 f"DistributedOptimizer of its parameters, got that of an earlier one, which combines no gradients as "
                 f"long as the newer one exists; step the newer one, or delete it [F26]"
             )
-        with self._synchronizing:
-            if self.combined:  # another thread has combined them
-                return
-            for slot in self._slots if self._keeps_order else ():
-                slot.leave_tree()
-            steps = self._steps()
-            if steps is None:
-                self._combine(reads, applies)
-                return
-            for slot in self._slots:
-                if slot.bucket is None or not slot.bucket.in_flight:
-                    self._kept.keep(slot)
+        if self.combined:  # another thread has combined them
+            return
+        for slot in self._slots if self._keeps_order else ():
+            slot.leave_tree()
+        steps = self._steps()
+        if steps is None:
+            self._combine(reads, applies)
+            return
+        for slot in self._slots:
+            if slot.bucket is None or not slot.bucket.in_flight:
+                self._kept.keep(slot)
 
-            combined = self._tally.combined
-            try:
-                steps.carry_out(
-                    self._options.name, lambda _: self._combine(reads, applies), lambda: self._restore(combined)
-                )
-            finally:
-                self._kept.forget()
+        combined = self._tally.combined
+        try:
+            steps.carry_out(
+                self._options.name, lambda _: self._combine(reads, applies), lambda: self._restore(combined)
+            )
+        finally:
+            self._kept.forget()
 
     def _steps(self) -> retry.Steps | None:
         return retry.steps(self._options.process_set, self._options.op)

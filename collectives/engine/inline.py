@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from collectives.schedules import fixed_tree
-from collectives.tensors.reduction import Kernel, Scaling, combine, merging
+from collectives.tensors.reduction import Kernel, Scaling, merging
 from collectives.transport.base import Array
 
 WORD_BYTES = 8
@@ -50,6 +50,10 @@ class Inline:
         for peer in self._peers:
             block = np.frombuffer(words_of(peer), np.uint8)  # type: ignore[call-overload]
             operands.append(block[:nbytes].view(dtype))
-        combine(self._steps, operands, self._spares, out)
+        count, (*inner, (last, kernel)) = len(operands), self._steps
+        operands += self._spares  # as `reduction.combine`, without a call
+        for (left, right, depth, _), combine_two in inner:
+            combine_two(operands[left], operands[right], operands[count + depth])
+        kernel(operands[last.left], operands[last.right], out)
         if self._finish is not None:
             self._finish(out, out)

@@ -71,6 +71,8 @@ class Records:
     def __init__(self) -> None:
         self.joined = False
         self.first_done: Record | None = None
+        self._joined: set[int] = set()
+        self._done: set[int] = set()
         self._records: dict[tuple[int, bool], Record] = {}
         self._rests: dict[tuple[int, bool], bytes] = {}
         self._heard: dict[int, bytes] = {}
@@ -85,10 +87,13 @@ class Records:
     def add(self, rank: int, data: bytes, *, inside: bool) -> Record | None:
         """Add data of a rank's records, lines of JSON. Returns the first failure of each kind, once complete."""
         self.joined = self.joined or inside
+        if inside:
+            self._joined.add(rank)
         *lines, self._rests[rank, inside] = (self._rests.get((rank, inside), b"") + data).split(b"\n")
         for line in lines:
             record = parse(line)
             if record is not None and not record.code:
+                self._done.add(rank)
                 self.first_done = min(filter(None, [self.first_done, record]), key=lambda one: one.time)
             elif record is not None and (rank, inside) not in self._records:
                 self._records[rank, inside] = record
@@ -98,6 +103,10 @@ class Records:
     def ranks(self) -> set[int]:
         """Return the ranks that have failed."""
         return {rank for rank, _ in self._records}
+
+    def cut_short(self) -> set[int]:
+        """Return the ranks that have joined others and told of no end: killed with the process that tells it."""
+        return self._joined - self._done - self.ranks()
 
     def per_rank(self) -> list[Record]:
         """Return one record per rank; its own takes precedence over that from outside.

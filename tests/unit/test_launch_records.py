@@ -201,3 +201,13 @@ def test_a_rank_that_ends_well_has_not_failed(job: Records) -> None:
     add(job, "end", 0, 0, 1.0)
     assert not job and not job.ranks() and records.culprit(job.per_rank()) is None
     assert job.first_done is not None and job.first_done.rank == 0
+
+
+def test_a_rank_that_has_joined_and_tells_of_no_end_was_cut_short(job: Records) -> None:
+    for rank in range(3):
+        job.add(rank, b"\n", inside=True)
+    add(job, "end", 1, 0, 2.0)
+    add(job, "end", 2, 7, 2.0)
+    assert job.cut_short() == {0}
+    add(job, "end", 0, 0, 3.0)
+    assert not job.cut_short()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import resource
 import secrets
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 from collectives.launch import job
 from collectives.launch.agent import Signals
@@ -59,6 +63,18 @@ def test_what_open_mpis_launcher_leaves_behind_is_removed(tmp_path: Path) -> Non
     ranks = MpiRanks(["sh", "-c", program], {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)})
     assert job.run(ranks, Output(2, tag=True, verbose=False)) == 137
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ompi.1", "other"]
+
+
+def test_ranks_that_were_killed_without_a_word_fail_the_job(capfd: pytest.CaptureFixture[str]) -> None:
+    """As by Hydra, which may end with 0, where another rank has left by ``os._exit(0)``."""
+    shown = Output(2, tag=True, verbose=False)
+    for rank in range(2):
+        shown.records.add(rank, b"\n", inside=True)  # it has joined the other
+    end = {"rank": 1, "code": 0, "text": "", "time": time.time(), "host": "host1"}
+    shown.records.add(1, json.dumps(end).encode() + b"\n", inside=False)
+    assert job.run(MpiRanks(["true"], {"PATH": os.environ["PATH"]}), shown) == 1
+    said = capfd.readouterr().err
+    assert "rank 1 on host1 was the first to end, with exit code 0" in said and said.rstrip().endswith("[L140]")
 
 
 EXHAUSTED = """

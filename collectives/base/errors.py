@@ -9,7 +9,10 @@ ends the first paragraph.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
+
+CODE = re.compile(r" \[([A-Z][1-9][0-9]*)\]")
 
 
 def of_rank(rank: int, text: object) -> str:

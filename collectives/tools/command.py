@@ -18,6 +18,7 @@ COMMANDS = {
     "doctor": ("collectives.launch.doctor", "what is wrong or slow on hosts, and what to do: collectivesrun --doctor"),
     "simulate": ("collectives.tools.simulate", "predict collectives and training steps on a cluster one does not have"),
     "report": ("collectives.launch.timeline_report", "a timeline as an HTML page or as text"),
+    "explain": ("collectives.tools.explain", "what the code at the end of a message means: its cause and its cure"),
     "status": ("collectives.tools.status", "what the ranks of a running job do, and who waits for whom"),
 }
 """By command: the module whose ``main(arguments) -> int`` it is, and a line of help."""

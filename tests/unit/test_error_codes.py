@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from collectives.tools import error_codes
 from website import codes
 
 
@@ -12,30 +13,36 @@ def test_every_message_has_a_code() -> None:
 
 
 def test_no_code_is_given_twice_or_again() -> None:
-    given = Counter(message.code for message in codes.messages())
+    given = Counter(message.code for message in error_codes.messages())
     assert len(given) > 500
     assert [code for code, times in given.items() if times > 1] == []
-    assert given.keys() & codes.retired() == set()
+    assert given.keys() & error_codes.retired() == set()
 
 
 def test_every_code_has_one_cause_and_cure() -> None:
-    explained = Counter(code for situation in codes.situations() for code in situation.codes)
+    explained = Counter(code for situation in error_codes.situations() for code in situation.codes)
     assert [code for code, times in explained.items() if times > 1] == []
-    given = {message.code for message in codes.messages()}
+    given = {message.code for message in error_codes.messages()}
     assert given - explained.keys() == set(), "these stand in no heading of docs/troubleshooting/"
     assert explained.keys() - given == set(), "these are in no message: name them under `## Retired`"
-    for situation in codes.situations():
+    for situation in error_codes.situations():
         assert "*Cause.* " in situation.body and "*Cure.* " in situation.body, situation.title
 
 
 def test_the_pages_list_every_code() -> None:
     pages = codes.pages()
-    for message in codes.messages():
+    for message in error_codes.messages():
         assert pages["errors/index.md"].count(f"#{message.code}){{ #{message.code} }}") == 1
-        assert sum(page.count(f"{{ #{message.code} }}\n") for page in pages.values()) == 1
+        assert sum(page.count(f'<span id="{message.code}"></span>') for page in pages.values()) == 1
+
+
+def test_the_link_of_a_code_leads_above_its_cause_and_cure() -> None:
+    page = codes.pages()["troubleshooting/mismatches.md"]
+    place = page.index('<span id="M3">')
+    assert place < page.index("## The ranks disagree in a call") < page.index("*Cause.* ", place) < page.index("**M3**")
 
 
 def test_a_text_is_shown_with_the_names_of_its_values() -> None:
-    message = next(message for message in codes.messages() if message.path == "engine/negotiation.py")
+    message = next(message for message in error_codes.messages() if message.path == "engine/negotiation.py")
     assert message.kind == "MismatchError"
     assert message.text.startswith("rank …rank…: the ranks disagree…subject… in …differing…; no tensor was touched:\n")

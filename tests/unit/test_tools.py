@@ -126,7 +126,7 @@ def test_the_demos_training_is_in_a_checkout_and_in_a_wheel() -> None:
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     example = demo.example()
     assert example.is_file() and f"examples/{example.name}" in wheel["only-include"]
-    assert wheel["sources"] == {"examples": "collectives/tools"}
+    assert wheel["sources"]["examples"] == "collectives/tools"
 
 
 @pytest.mark.slow

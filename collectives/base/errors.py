@@ -36,6 +36,12 @@ def first_line(text: str) -> str:
     return f"{first} {first_line(rest)}" if first.endswith(":") and rest else first
 
 
+def how_explained(text: str) -> str:
+    """A line that names the command which explains the last code in a text; empty if there is none."""
+    codes = CODE.findall(text)
+    return f"For cause and cure: collectives explain {codes[-1]}" if codes else ""
+
+
 class CollectivesError(Exception):
     """Base of every error raised by collectives."""
 

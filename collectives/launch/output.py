@@ -153,7 +153,8 @@ class Output:
                 if hidden
                 else ""
             )
-            self._screens[b"e"].feed(None, b"", f"\n{also}{first}\n".encode(errors="backslashreplace"))
+            said = "\n".join(filter(None, [f"\n{also}{first}", first.how_explained()]))
+            self._screens[b"e"].feed(None, b"", f"{said}\n".encode(errors="backslashreplace"))
 
     def _interrupted(self) -> list[int]:
         """Return the ranks whose final traceback shows where this process's interrupt has reached them."""

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from collectives.base.errors import how_explained
+
 _TRACEBACK = "Traceback (most recent call last):"
 _OF_ANOTHER = re.compile(r"^\S*RankFailedError: rank \d+: rank \d+ has failed(?: \[\w+\])?:$", re.MULTILINE)
 """What precedes the traceback of another rank, which may be one of another launcher."""
@@ -58,6 +60,15 @@ class Record:
         another = _OF_ANOTHER.search(self.text) if self.consequence else None
         shown = self.text[another.start() :].strip() if another else _last_words(self.text)
         return f"collectivesrun: rank {self.rank} on {self.host} {how}" + (f":\n{shown}" if shown else "")
+
+    def how_explained(self) -> str:
+        """A line that names the command which explains this failure; empty if no message of this package ended it."""
+        whole = str(self)
+        head, _, shown = whole.partition(":\n")
+        if self.lost:
+            return how_explained(whole)
+        killed = self.code > 128 and _TRACEBACK not in shown
+        return how_explained(head if killed or not shown else shown)
 
 
 class Records:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
-from collectives.base.errors import is_consequence
+from collectives.base.errors import how_explained, is_consequence
 
 RECORDS = "COLLECTIVES_RECORDS"
 """The variable by which ``collectivesrun`` names where a rank's failure record goes."""
@@ -91,6 +91,9 @@ class Hooks:
         """Record and publish the failure. The job is ended later, at exit."""
         if self._records:
             record(self._records, self._rank, failure)
+        elif self._rank == 0 and (line := how_explained(failure.text)):
+            # Once per job: rank 0 hears of every failure. A launcher that has the records says it itself.
+            print(line, file=sys.stderr)
         with _reporting(self._rank, "telling the other ranks"):
             self._publish(failure.text)
 

@@ -62,6 +62,16 @@ def test_a_failing_sys_exit_ends_the_job(leaving: str, code: int, text: str) -> 
     assert ended(leaving, code).stdout.splitlines() == [f"PUBLISH {text + chr(10)!r}", "LEAVE", f"ABORT {code}"]
 
 
+@pytest.mark.parametrize(("rank", "recorded", "times"), [(0, False, 1), (1, False, 0), (0, True, 0)])
+def test_without_a_launcher_rank_0_names_the_command_that_explains_the_error(
+    rank: int, recorded: bool, times: int, tmp_path: Path
+) -> None:
+    variables = {"COLLECTIVES_RECORDS": str(tmp_path / "records")} if recorded else {}
+    shown = ended(f"hooks._rank = {rank}\nraise ValueError('unequal [M4]:\\n  shapes')", 1, **variables)
+    assert shown.stderr.count("\nFor cause and cure: collectives explain M4\n") == times
+    assert "collectives explain" not in ended(f"hooks._rank = {rank}\nraise ValueError('[0]')", 1).stderr
+
+
 def test_sys_exit_from_the_depths_still_runs_what_is_on_the_way() -> None:
     program = "def f():\n    try: sys.exit(4)\n    finally: print('FINALLY')\nf()"
     assert ended(program, 4).stdout.splitlines() == ["FINALLY", "PUBLISH 'sys.exit(4)\\n'", "LEAVE", "ABORT 4"]

@@ -105,6 +105,14 @@ def test_the_traceback_of_the_cause_comes_last_and_once_and_those_of_its_consequ
     assert err.count("Traceback") == 1 and "MPI_ABORT" not in err
 
 
+def test_the_job_ends_with_the_command_that_explains_the_first_failure(job: Job) -> None:
+    for rank in range(3):
+        job.fail(rank, "r", TRACE.format(f"{rank} disagrees [M{rank + 1}]"), at=0.1 * (rank - 1) ** 2)
+    err = job.end()[1]
+    assert err.endswith("1 disagrees [M2]\nFor cause and cure: collectives explain M2\n")
+    assert err.count("collectives explain") == 1
+
+
 def test_verbose_shows_all_of_it(tmp_path: Path) -> None:
     job = Job(tmp_path, verbose=True)
     job.say(0, "e", TRACE.format("rank 1 has failed"))

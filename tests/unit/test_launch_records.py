@@ -137,6 +137,27 @@ def test_a_traceback_of_another_rank_is_not_shown_as_this_ones() -> None:
     assert str(record) == f"collectivesrun: rank 0 on pod-0 failed with exit code 1 [L9]:\n{said}"
 
 
+@pytest.mark.parametrize(
+    ("code", "text", "more", "explained"),
+    [
+        (1, TRACE.format("unequal [M1]:\n  shapes"), {}, "M1"),
+        (1, "warned [T60]\n" + TRACE.format("refused [A8]"), {}, "A8"),
+        (1, TRACE.format("no code"), {}, ""),
+        (2, "usage: train.py", {}, ""),
+        (2, "collectives bench: got 'circle' [U1]", {}, "U1"),
+        (137, "warned [T60]", {}, "L8"),
+        (3, "", {}, "L9"),
+        (1, f"RankFailedError: rank 0: rank 3 has failed [R2]:\n{TRACE.format('x')}", dict(consequence=True), "R2"),
+        (1, "host h is lost [L64]:\nclosed", dict(lost=True), "L64"),
+    ],
+)
+def test_a_failure_names_the_command_that_explains_it(
+    code: int, text: str, more: dict[str, Any], explained: str
+) -> None:
+    line = f"For cause and cure: collectives explain {explained}" if explained else ""
+    assert Record(0, code, text, NOW, "h", **more).how_explained() == line
+
+
 RANK_1_LEFT = dict(text=TRACE.format("waits for rank 1, which has shut down or ended"), consequence=True)
 
 

@@ -30,6 +30,7 @@ LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 _PREFIX = "COLLECTIVES_"
 _INTERNAL = (
     "COLLECTIVES_INPUT",
+    "COLLECTIVES_FULL_TRACEBACKS",
     "COLLECTIVES_RECORDS",
     "COLLECTIVES_STATUS",
     "COLLECTIVES_TEST_",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError
+from collectives.base.tracebacks import FULL_TRACEBACKS
 from collectives.launch import (
     config_file,
     elastic_options,
@@ -152,6 +153,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         trace = _trace_of_report(config.timeline)
         environment[Config.__dataclass_fields__["timeline"].metadata["variable"]] = str(trace)
     if options.verbose:
+        environment[FULL_TRACEBACKS] = "1"
         print(f"collectivesrun: {launcher or f'without MPI: {shlex.join(program)}'}", file=sys.stderr, flush=True)
     if launcher is None:
         environment = rank_environment.of_no_process(environment)

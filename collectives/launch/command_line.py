@@ -126,7 +126,10 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
         "--no-tag", dest="tag", action="store_false", help="leave out the [rank] before each line of output"
     )
     verbose = parser.add_argument("--verbose", action="store_true")
-    verbose.help = "print the command that is built, what the MPI launcher says, and every rank's traceback"
+    verbose.help = (
+        "print the command that is built, what the MPI launcher says, and the whole traceback of every rank, "
+        "frames of the engine included"
+    )
     this_node = parser.add_argument("--node", metavar="K/N", type=_type(partial(parsed, node.parse)))
     this_node.help = (
         "start the ranks of host K of N here, counted from 0; each of the hosts runs this command, with "

@@ -35,10 +35,10 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from collectives.base.errors import how_explained, is_consequence
+from collectives.base.tracebacks import hide_engine
 
 RECORDS = "COLLECTIVES_RECORDS"
 """The variable by which ``collectivesrun`` names where a rank's failure record goes."""
-
 _MOST_TEXT = 10_000
 """Most characters of a record's text, so that the record fits into a pipe."""
 _PAUSE = 0.005
@@ -64,6 +64,7 @@ class Hooks:
         all_left: whether all peers have called `leave` or died. That they know of the failure is not enough, because
             their programs may still handle it. Must not block.
         leave: tells the peers that this rank has gone, whatever its exit code. Must not block for long.
+        full_tracebacks: whether tracebacks of this package's errors show its own frames.
         grace: seconds, at most, to wait until all have left (twice that for a rank that fails because another did).
     """
 
@@ -76,12 +77,13 @@ class Hooks:
         *,
         all_left: Callable[[], bool] = lambda: True,
         leave: Callable[[], None] = lambda: None,
+        full_tracebacks: bool = False,
         grace: float = 2.0,
     ) -> None:
         _guard_forked_children()
         self._rank, self._abort, self._publish, self._records = rank, abort, publish, records
         self._all_left, self._leave, self._grace = all_left, leave, grace
-        self._watcher = _Watcher(self._on_failure, self._at_exit)
+        self._watcher = _Watcher(self._on_failure, self._at_exit, full_tracebacks)
 
     def remove(self) -> None:
         """Remove the hooks; later hooks that have chained to them keep working, because removed hooks only pass on."""
@@ -156,8 +158,13 @@ class _Watcher:
     Chains to the hooks that it finds. In a forked child it only passes on.
     """
 
-    def __init__(self, on_failure: Callable[[Failure], None], at_exit: Callable[[Failure | None], None]) -> None:
-        self._on_failure, self._call_at_exit = on_failure, at_exit
+    def __init__(
+        self,
+        on_failure: Callable[[Failure], None],
+        at_exit: Callable[[Failure | None], None],
+        full_tracebacks: bool = True,
+    ) -> None:
+        self._on_failure, self._call_at_exit, self._full_tracebacks = on_failure, at_exit, full_tracebacks
         self._pid = os.getpid()
         self._failure: Failure | None = None
         self._previous_hook, self._previous_exit = sys.excepthook, sys.exit
@@ -181,8 +188,12 @@ class _Watcher:
         return os.getpid() == self._pid and not hasattr(sys, "ps1") and not sys.flags.interactive
 
     def _excepthook(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        ends = self._active()
+        if ends and not self._full_tracebacks:
+            hide_engine(value)
+            trace = value.__traceback__
         self._previous_hook(kind, value, trace)
-        if self._active():
+        if ends:
             code = 130 if issubclass(kind, KeyboardInterrupt) else 1
             text = "".join(traceback.format_exception(kind, value, trace))
             self._fail(Failure(code, text, is_consequence(value)))

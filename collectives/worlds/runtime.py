@@ -21,6 +21,7 @@ from collectives.base.errors import (
     NotInitializedError,
 )
 from collectives.base.options import ProcessSetLike
+from collectives.base.tracebacks import FULL_TRACEBACKS
 from collectives.engine.messages.matching import ANY_SOURCE
 from collectives.transport.stores.rendezvous import Asked
 from collectives.transport.stores.rendezvous import asked as check_asked
@@ -423,7 +424,10 @@ def _watch_exit() -> None:
     if default.hooks is None:
         connect.finalize_at_exit()  # exit handlers run in reverse order
         rank, records = launchers.rank(os.environ), os.environ.get(RECORDS)
-        default.hooks = Hooks(rank, connect.abort, _publish, records, all_left=_all_left, leave=_leave)
+        full = bool(os.environ.get(FULL_TRACEBACKS))
+        default.hooks = Hooks(
+            rank, connect.abort, _publish, records, all_left=_all_left, leave=_leave, full_tracebacks=full
+        )
 
 
 def _publish(text: str) -> None:

@@ -200,3 +200,16 @@ def test_that_a_rank_has_joined_is_told_by_an_empty_line(tmp_path: Path) -> None
     exit_hooks.tell_joined(None)
     exit_hooks.tell_joined(str(tmp_path / "records"))
     assert (tmp_path / "records").read_bytes() == b"\n"
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_traceback_shows_the_packages_own_frames_on_demand_only(full: bool, tmp_path: Path) -> None:
+    program = (
+        f"hooks.remove(); hooks = exit_hooks.Hooks(7, abort, print, {str(tmp_path / 'records')!r}, grace=0.2, "
+        f"full_tracebacks={full})\nfrom collectives.base.config import Config\n"
+        "def program():\n    Config.from_environment({'COLLECTIVES_LOG_LEVEL': 'loud'})\nprogram()"
+    )
+    shown = ended(program, 1)
+    text = json.loads((tmp_path / "records").read_text())["text"]
+    for printed in (shown.stderr, text):
+        assert "in program" in printed and ("in from_environment" in printed) is full

@@ -47,11 +47,21 @@ CONVENTION = "The examples are of two ranks, after `import {} as hvd` and `hvd.i
 COMMAND_LINES = ("collectivesrun", *(f"collectives {command}" for command in COMMANDS if command != "run"))
 PLACEHOLDER = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)\s#]+)")
+NAMED = re.compile(r"\[`?[\w/-]+\.md`?\](?=\(([^)#\s]+))|`(docs/[\w/-]+\.md)`(?!\])")
+"""A page that a text names by its file: as a link, or alone."""
+
+
+def readme(*words: str) -> str:
+    """A section of the README by its heading; without one, what precedes the first."""
+    title, *sections = (ROOT / "README.md").read_text().split("\n## ")
+    found = {heading: body for heading, _, body in (each.partition("\n") for each in sections)}
+    return relinked(found[" ".join(words)] if words else title.partition("\n")[2], ROOT / "README.md", "index.md")
 
 
 GENERATORS: dict[str, Callable[..., str]] = {
     "stepper": lambda algorithm, collective, ranks: drawing.page_element(collective, algorithm, int(ranks)),
     "algorithms-table": algorithms_table.table,
+    "readme": readme,
 }
 """What replaces ``<!-- generated: NAME ARGUMENTS -->`` on a line of its own."""
 
@@ -67,7 +77,15 @@ def filled(text: str) -> str:
 
 
 def relinked(text: str, page: Path, target: str) -> str:
-    """A page whose links to files of the repository lead to their copies in the site, which are made here."""
+    """A page whose links to files of the repository lead to their copies in the site, which are made here, and which
+    calls other pages by their titles."""
+
+    def named(match: re.Match[str]) -> str:
+        file = page.parent / match[1] if match[1] else ROOT / match[2]
+        heading = re.search(r"^# (.+)$", file.read_text(), re.MULTILINE)
+        if not heading:
+            raise SystemExit(f"{file}: no title")
+        return f"[{heading[1]}]" if match[1] else f"[{heading[1]}]({os.path.relpath(file, page.parent)})"
 
     def link(match: re.Match[str]) -> str:
         file = Path(os.path.normpath(page.parent / match[2])).relative_to(ROOT)
@@ -83,7 +101,7 @@ def relinked(text: str, page: Path, target: str) -> str:
             raise SystemExit(f"{page}: the link to {match[2]} leads to no file")
         return match[1] + os.path.relpath(goal, Path(target).parent)
 
-    return LINK.sub(link, text)
+    return LINK.sub(link, NAMED.sub(named, text))
 
 
 def reference() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Record a training from which a rank is killed, as a picture that moves: ``python -m website.recording``.
 
 It runs ``examples/numpy_elastic.py``, kills rank 1 after a third of the steps, and writes what was printed, with the
-pauses between the lines, to ``docs/pictures/killed-rank.svg``. One CSS animation moves the lines up; without it, as
-where reduced motion is preferred, the last lines are seen.
+pauses between the lines, to ``docs/pictures/killed-rank.svg``. One CSS animation moves the lines up; it begins just
+before the rank is killed. Where reduced motion is preferred, the lines around that moment stand still.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "killed-rank.svg"
 COMMAND = "collectivesrun -np 3 --min-np 2 python examples/numpy_elastic.py"
 KILLED_AFTER = "step  7"
-ROWS, ROW, WIDTH = 28, 18, 940
+ROWS, ROW, WIDTH = 14, 18, 940
 """Lines that are seen at once, and pixels."""
 REST = 4.0
 """Seconds that the last line is seen before it begins again."""
+STILL = 9
+"""Lines after the kill that the still has."""
 
 SVG = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-labelledby="title">
@@ -40,7 +42,7 @@ text {{ fill: #e6edf3 }}
 .note {{ fill: #8d96a0 }}
 .kill {{ fill: #ff7b72 }}
 }}
-g g {{ transform: translateY({end}px); animation: lines {seconds:.2f}s step-end infinite }}
+g g {{ transform: translateY({still}px); animation: lines {seconds:.2f}s step-end -{begin:.2f}s infinite }}
 @keyframes lines {{
 {keyframes}
 }}
@@ -97,14 +99,16 @@ def picture(lines: list[tuple[float, str, str]]) -> str:
     places = [ROW * (min(ROWS, len(lines)) - number) for number in range(1, len(lines) + 1)]
     steps = [(100 * at / seconds, place) for (at, _, _), place in zip(lines, places, strict=True)]
     height = ROWS * ROW + 14
+    kill = next(number for number, (_, kind, _) in enumerate(lines) if kind == "kill")
     return SVG.format(
         width=WIDTH,
         height=height,
         screen=ROWS * ROW,
         right=WIDTH - 1,
         bottom=height - 1,
-        end=places[-1],
+        still=places[min(kill + STILL, len(lines) - 1)],
         seconds=seconds,
+        begin=lines[max(0, kill - 2)][0],
         keyframes="\n".join(f"{percent:.2f}% {{ transform: translateY({place}px) }}" for percent, place in steps),
         lines="\n".join(
             f'<text x="12" y="{number * ROW}" class="{kind}">{escape(text)}</text>'

@@ -36,7 +36,7 @@ def files() -> list[Path]:
 
 
 def test_nobody_is_told_to_install_another_package_of_the_import_name() -> None:
-    advice = re.compile(r"pip3? install[^\n]*[\s\"']collectives(?=[\[\s\"'=<>,;:)]|$)|\bcollectives\[")
+    advice = re.compile(r"pip3? install[^\n]*[ \"']collectives(?=[\[\s\"'=<>,;:)]|$)|\bcollectives\[")
     wrong = [f"{path.relative_to(ROOT)}: {found[0]}" for path in files() for found in advice.finditer(path.read_text())]
     assert not wrong
 

@@ -19,6 +19,12 @@ _OUR_COLOUR = "#0072B2"
 _MARKERS = "sD^vP*X"
 _LIMIT = "limit (memcpy)"
 INK, GREY, _PALE = "#222222", "#888888", "#D9D9D9"
+_DARK = f"""@media (prefers-color-scheme: dark) {{
+svg, [style*="fill: {INK}"] {{ fill: #e6edf3 !important }}
+[style*="fill: #ffffff"] {{ fill: none !important }}
+[style*="stroke: {_PALE.lower()}"] {{ stroke: #444c56 !important }}
+}}"""
+"""Colours of an SVG on a dark page."""
 
 
 def plot(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
@@ -81,6 +87,7 @@ def drawing(
         png, svg = pictures(file)
         figure.savefig(png, dpi=160)
         figure.savefig(svg, metadata={"Date": None})
+        svg.write_text(svg.read_text().replace("</style>", f"\n{_DARK}</style>", 1))
         pyplot.close(figure)
 
 

@@ -1,0 +1,12 @@
+"""The README's figures are those that their sources give: docs/peers.md and the schedule of the ring."""
+
+from __future__ import annotations
+
+import pytest
+
+from website import figures
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_a_figure_is_as_it_would_be_drawn_now(name: str) -> None:
+    assert (figures.PICTURES / name).read_text() == figures.FIGURES[name](), "draw it again: python -m website.figures"

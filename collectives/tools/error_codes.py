@@ -173,7 +173,7 @@ def _kind(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
         if isinstance(node, ast.Call):
             name = function(node)
             if name.endswith("Error"):
-                return name
+                return "" if name.startswith("_") else name
             if name in WARNINGS:
                 return "warning"
     return ""

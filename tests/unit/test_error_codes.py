@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from collectives.tools import error_codes
@@ -40,6 +41,13 @@ def test_the_link_of_a_code_leads_above_its_cause_and_cure() -> None:
     page = codes.pages()["troubleshooting/mismatches.md"]
     place = page.index('<span id="M3">')
     assert place < page.index("## The ranks disagree in a call") < page.index("*Cause.* ", place) < page.index("**M3**")
+
+
+def test_the_messages_of_other_libraries_lead_to_codes_that_exist() -> None:
+    linked = re.findall(r"\[(\w+)\]\(([\w-]+)\.md#(\w+)\)", error_codes.pages()["known-messages"])
+    explained = {code: situation.page for situation in error_codes.situations() for code in situation.codes}
+    assert len(linked) > 20
+    assert [link for link in linked if link[0] != link[2] or explained.get(link[0]) != link[1]] == []
 
 
 def test_a_text_is_shown_with_the_names_of_its_values() -> None:

@@ -117,7 +117,7 @@ def _register_from(file: str) -> str:
             return registration.register(plan.collective, plan.name, plan.build, plan.sizes).name
         runpy.run_path(file)
     except (OSError, LookupError, SyntaxError, ValueError) as error:
-        raise InvalidArgumentError(f"algorithm of {file}: {error} [A84]") from error
+        raise InvalidArgumentError(f"algorithm file {file} cannot be used: {error} [A84]") from error
     return ""
 
 
@@ -368,6 +368,6 @@ def unknown(environment: Mapping[str, str]) -> list[str]:
         setting = name.removeprefix(_PREFIX)
         if name.startswith(_PREFIX) and setting not in settings and not name.startswith(_INTERNAL):
             alike = difflib.get_close_matches(setting, settings, n=1)
-            meant = f"; did you mean {_PREFIX}{alike[0]}?" if alike else " of collectives"
-            problems.append(f"{name} is no setting{meant} [A67]")
+            meant = f"; did you mean {_PREFIX}{alike[0]}?" if alike else ""
+            problems.append(f"{name} is not a setting of collectives{meant} [A67]")
     return problems

@@ -27,7 +27,7 @@ FLOAT8 = (
 )  # fmt: skip
 """Every dtype whose elements are moved, on the CPU, and not reduced: sums of eight bits would mean little."""
 
-OFFER = f"expected one of {', '.join(NAMES)}; or a float8, which is moved and not reduced"
+OFFER = f"expected one of {', '.join(NAMES)}; or a float8, which can be sent but not reduced"
 """What is served, in messages."""
 
 SUPPORTED: dict[np.dtype[Any], str] = {np.dtype(name): name for name in NAMES if name != "bfloat16"}

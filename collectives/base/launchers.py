@@ -80,7 +80,7 @@ _SLURM_PMI = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMIX_RANK", "I_MPI_PMI_LIBRARY"
 """Variables of a step of Slurm's whose tasks MPI can connect."""
 _PMIX: _Family = {"a launcher with PMIx (prterun, srun)": (("PMIX_RANK", _rank),)}
 _TORCH: _Family = {
-    "torchrun, or a launcher that speaks as it does (Ray Train, DeepSpeed, Accelerate, a program of its own),": (
+    "torchrun, or a launcher that sets the same variables (Ray Train, DeepSpeed, Accelerate, your own program),": (
         ("WORLD_SIZE", _size),
         ("RANK", _rank),
         ("LOCAL_WORLD_SIZE", _size),
@@ -96,7 +96,7 @@ _JAX: _Family = {
 _TENSORFLOW: _Family = {"a launcher for TensorFlow": (("TF_CONFIG", _cluster),)}
 _HOROVOD: _Family = {"horovodrun": (("HOROVOD_SIZE", _size), ("HOROVOD_RANK", _rank))}
 _OWN: _Family = {
-    "collectivesrun, or a launcher that speaks as it does,": (
+    "collectivesrun, or a launcher that sets the same variables,": (
         ("COLLECTIVES_SIZE", _size),
         ("COLLECTIVES_RANK", _rank),
     )
@@ -147,10 +147,10 @@ def remedy(environment: Mapping[str, str], sign: Sign) -> str:
     """What the user of a launcher can do about a process that is one of several, by ``sign``, and finds no other; empty
     where nothing special is known."""
     if sign.variable in ("SLURM_NTASKS", "SLURM_NPROCS") and not environment.get("SLURM_STEP_ID"):
-        return "this is a Slurm job's script, and none of its tasks: start these by srun, as in: srun python train.py"
+        return "this process is the Slurm job's script, not a task; start the tasks with srun: srun python train.py"
     needed = _NEEDED.get(sign.launcher, ())
     missing = [name for name in needed if not environment.get(name)]
-    return f"the ranks meet by {', '.join(needed)}: set also {' and '.join(missing)}" if missing else ""
+    return f"the ranks meet through {', '.join(needed)}; set also {' and '.join(missing)}" if missing else ""
 
 
 def torchs_are_ours(environment: Mapping[str, str]) -> bool:

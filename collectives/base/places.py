@@ -98,7 +98,7 @@ def _expanded(part: str) -> list[str]:
 def _torchrun(environment: Mapping[str, str]) -> Spot:
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
-    launcher = "torchrun, or one that speaks as it does (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)"
+    launcher = "torchrun, or one that sets the same variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)"
     return Spot(rank, size, launcher, host, (int(port),), f"torchrun {host}:{port}", torch=True)
 
 

@@ -106,20 +106,21 @@ def check(op: Op, dtype: np.dtype[Any]) -> None:
     """
     if not op.elementwise:
         raise InvalidTypeError(
-            f"op={op!r} combines whole tensors and not elements: allreduce has it, other collectives do not [A1]"
+            f"op={op!r} combines whole tensors, not elements, and only allreduce supports it; call allreduce, or pass "
+            "another op [A1]"
         )
     if dtypes.is_float8(dtype):
         raise InvalidTypeError(
-            f"op={op!r} is not defined for dtype {dtypes.name(dtype)}, which is moved and not reduced; convert it to "
-            "float16, bfloat16 or float32 first [A2]"
+            f"op={op!r} is not defined for dtype {dtypes.name(dtype)}: float8 elements can be sent, but not reduced; "
+            "convert the tensor to float16, bfloat16 or float32 first [A2]"
         )
     if _TRAITS[op].needs_bits and not (dtypes.is_integer(dtype) or dtypes.is_bool(dtype)):
         raise InvalidTypeError(
-            f"op={op!r} is not defined for dtype {dtypes.name(dtype)}: expected integers or bools; reduce a view of "
-            "the bits [A3]"
+            f"op={op!r} is not defined for dtype {dtypes.name(dtype)}: expected integers or bools; pass a view of the "
+            "bits as integers [A3]"
         )
     if dtypes.is_complex(dtype) and _TRAITS[op].needs_order:
         raise InvalidTypeError(
             f"op={op!r} is not defined for dtype {dtypes.name(dtype)}, because complex numbers have no order; reduce "
-            f".real and .imag [A4]"
+            ".real and .imag separately [A4]"
         )

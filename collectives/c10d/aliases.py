@@ -218,7 +218,7 @@ class Aliases:
             try:
                 alias.make_private()
             except OSError as error:
-                logger.warning("memory of a tensor stays shared with the processes that are forked: %s [N18]", error)
+                logger.warning("a tensor's memory remains shared with forked processes: %s [N18]", error)
         self._moved.clear()
 
     def after_fork(self) -> None:

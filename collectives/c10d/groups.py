@@ -214,7 +214,9 @@ def create(options: Any, pg_options: Any = None) -> Any:
             does not let a Python class be one of several.
     """
     if pg_options is not None:
-        raise InvalidArgumentError(f"pg_options: expected None for the backend {NAME}, got {pg_options!r} [F96]")
+        raise InvalidArgumentError(
+            f"pg_options: expected None for the backend {NAME}, got {pg_options!r}; leave pg_options out [F96]"
+        )
     deferred = getattr(options, "enable_reconfigure", False)
     arguments = (
         None if deferred else options.store,
@@ -234,9 +236,9 @@ def create(options: Any, pg_options: Any = None) -> Any:
         if "constructor" not in str(error):
             raise
         raise InvalidArgumentError(
-            f"backend: expected {NAME!r} alone, for all devices, got it beside {', '.join(wanted - {NAME})}: "
-            f"in torch {torch.__version__} a backend that is written in Python takes the place of the whole group; "
-            "from 2.14 on it can be one of several [F97]"
+            f"backend: expected {NAME!r} alone, for all devices, got it together with {', '.join(wanted - {NAME})}: "
+            f"in torch {torch.__version__} a backend written in Python replaces the whole process group; pass "
+            f"{NAME!r} alone, or use torch 2.14 or newer [F97]"
         ) from None
 
 

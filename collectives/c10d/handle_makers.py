@@ -41,8 +41,8 @@ _PLAIN = frozenset(
 def dense(tensor: Any, operation: str) -> Any:
     if tensor.layout is not torch.strided:
         raise InvalidTypeError(
-            f"{operation}: expected a dense tensor, got layout {tensor.layout}; a sum of sparse COO tensors on the "
-            "CPU is what all_reduce takes besides [T26]"
+            f"{operation}: expected a dense tensor, got layout {tensor.layout}; only all_reduce takes sparse tensors "
+            "(a sum of COO tensors on the CPU) [T26]"
         )
     return tensor
 
@@ -218,7 +218,9 @@ def to_list(handle: Handle, parts: Sequence[Any]) -> Handle:
 def check_dtype(parts: Sequence[Any], sent: Any, operation: str) -> None:
     other = next((part.dtype for part in parts if part.dtype != sent.dtype), None)
     if other is not None:
-        raise InvalidTypeError(f"{operation}: expected tensors of dtype {sent.dtype} for the result, got {other} [F98]")
+        raise InvalidTypeError(
+            f"{operation}: expected tensors of dtype {sent.dtype} for the result, as for the input, got {other} [F98]"
+        )
 
 
 def check_counts(handle: Handle, expected: list[int]) -> None:
@@ -228,8 +230,8 @@ def check_counts(handle: Handle, expected: list[int]) -> None:
 def check_received(title: str, received: Sequence[int], expected: list[int]) -> None:
     if list(received) != expected:
         raise MismatchError(
-            f"{title}: expected {expected} elements from the ranks, as the tensors for the result have; "
-            f"they have sent {list(received)} [M1]"
+            f"{title}: expected {expected} elements from the ranks, the sizes of the output tensors, but the ranks "
+            f"sent {list(received)}; pass output tensors of the sizes sent [M1]"
         )
 
 

@@ -70,7 +70,9 @@ class Membership:
     def errored(self) -> Exception | None:
         """Why the group can no longer be used; None while it can."""
         if self.world is None:
-            return NotInitializedError("this process group is not connected: it was ended, or has no members yet [W1]")
+            return NotInitializedError(
+                "this process group is not connected: it was destroyed, or has no members yet [W1]"
+            )
         return self.world.failure
 
     def get_error(self) -> Any:
@@ -153,10 +155,10 @@ class Membership:
         own = self.get_reconfigure_handle()
         handles = list(opts.handles) if isinstance(opts.handles, (list, tuple)) else sorted(opts.handles)
         if opts.uuid in self._used:
-            raise OperationError(f"reconfigure: uuid {opts.uuid} was already used; take another one on all ranks [F99]")
+            raise OperationError(f"reconfigure: uuid {opts.uuid} was already used; pass a new one on all ranks [F99]")
         if own not in handles or len(set(handles)) != len(handles):
             raise InvalidArgumentError(
-                f"reconfigure: expected different handles, with this process's {own} among them, got {handles} [F100]"
+                f"reconfigure: handles: expected unique handles that include this process's {own}, got {handles} [F100]"
             )
         scheme, _, _, port, host = [*handles[0].split(":", 4), "", "", "", ""][:5]
         if scheme != _SCHEME or not port.isdecimal():

@@ -52,8 +52,8 @@ def _refuse_nan(group: Any, operation: str, inputs: Any) -> None:
     for tensor in _tensors(inputs):
         if tensor.is_floating_point() and bool(torch.isnan(tensor.detach()).any()):
             error = OperationError(
-                f"{operation}: NaN found in input tensor of shape {tuple(tensor.shape)} on rank {group.rank()}; "
-                "TORCH_DIST_NAN_CHECK=1 asks for this check [F116]"
+                f"{operation}: NaN found in input tensor of shape {tuple(tensor.shape)} on rank {group.rank()}; this "
+                "is checked because TORCH_DIST_NAN_CHECK=1 is set [F116]"
             )
             raise group._connected().operations.refused(error, None)
 

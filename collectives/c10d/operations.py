@@ -129,8 +129,8 @@ class Operations:
         rank = self._connected().rank
         if parts[rank].numel() != out.numel():
             raise self._refused(
-                f"reduce_scatter: output: expected the {parts[rank].numel()} elements of this rank's tensor in "
-                f"input_list; got {out.numel()} [F102]"
+                f"reduce_scatter: output: expected {parts[rank].numel()} elements, as in this rank's tensor of "
+                f"input_list, got {out.numel()} [F102]"
             )
         make = makers.reduce_scatter_list
         return self._do("reduce_scatter", opts, output_tensors, make, out, parts, rank, op, **options)
@@ -178,8 +178,8 @@ class Operations:
         self._not_empty(input_tensors, "all_gather")
         if len(output_tensors) != len(input_tensors):
             raise self._refused(
-                f"all_gather: expected one list for each of {len(input_tensors)} tensors, got {len(output_tensors)} "
-                "[F103]"
+                f"all_gather: expected one output list for each of {len(input_tensors)} input tensors, got "
+                f"{len(output_tensors)} [F103]"
             )
         for parts in output_tensors:
             self._each_rank(parts, "all_gather: tensor_list")
@@ -373,7 +373,7 @@ class Operations:
         if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
             raise self._refused(
                 f"{operation}: {name}: expected {size} times the {part.numel()} elements of {name_of_part}, of dtype "
-                f"{part.dtype}; got {whole.numel()} of {whole.dtype} [F106]"
+                f"{part.dtype}; got {whole.numel()} elements of {whole.dtype} [F106]"
             )
 
     def _elements(self, tensor: Any, splits: Sequence[int], argument: str) -> list[int]:
@@ -382,13 +382,14 @@ class Operations:
         if not splits:
             if rows % size:
                 raise self._refused(
-                    f"all_to_all_single: expected rows that {size} ranks can share evenly, or {argument}; got {rows} "
+                    f"all_to_all_single: {rows} rows cannot be divided evenly among {size} ranks; pass {argument} "
                     "[F107]"
                 )
             splits = [rows // size] * size
         elif len(splits) != size or sum(splits) != rows:
             raise self._refused(
-                f"all_to_all_single: {argument}: expected {size} numbers with a sum of {rows}, got {list(splits)} [A21]"
+                f"all_to_all_single: {argument}: expected {size} numbers, one for each rank, that sum to {rows} rows, "
+                f"got {list(splits)} [A21]"
             )
         row = tensor.numel() // rows if rows else 0
         return [count * row for count in splits]
@@ -399,7 +400,7 @@ class Operations:
 
 def _one(tensors: Sequence[Any], operation: str) -> Any:
     if len(tensors) != 1:
-        raise InvalidArgumentError(f"{operation}: expected a list of one, got {len(tensors)} [F108]")
+        raise InvalidArgumentError(f"{operation}: expected a list of one tensor, got {len(tensors)} [F108]")
     return tensors[0]
 
 

@@ -106,7 +106,7 @@ class Work(_Base):
         """Of a receive that is complete: the sender's rank in the group."""
         handle = self._handle
         if not isinstance(handle, MessageHandle):
-            raise RuntimeError("source_rank: expected the work of a receive [F109]")
+            raise RuntimeError("source_rank: only the work of a receive has a source rank [F109]")
         return handle.transfer.message.source  # type: ignore[union-attr]  # complete
 
     _source_rank = source_rank

@@ -86,9 +86,9 @@ class Accelerator:
             self._create(device or selection.provider().device(selection.choose(self._local_rank, override)))
         elif device is not None and device is not self._device:
             raise InvalidArgumentError(
-                f"tensor: expected device {self.device.index}, on which this rank's first tensor was, got device "
-                f"{device.index}: a rank uses one GPU; give it one with CUDA_VISIBLE_DEVICES, "
-                f"torch.cuda.set_device or cupy.cuda.Device [G7]"
+                f"tensor: expected a tensor on GPU {self.device.index}, where this rank's first tensor was, got one "
+                f"on GPU {device.index}: a rank uses one GPU; choose it before the first call, with "
+                "CUDA_VISIBLE_DEVICES, torch.cuda.set_device or cupy.cuda.Device [G7]"
             )
         return self.device
 
@@ -169,8 +169,8 @@ class Accelerator:
             self._check,
             self.config.timeout,
             lambda: (
-                f"rank {self.context.rank}: waited {self.config.timeout:g} s for the GPU, whose work waits for another "
-                f"rank; see what that is doing, or raise COLLECTIVES_TIMEOUT [G29]"
+                f"rank {self.context.rank}: waited {self.config.timeout:g} s for work on the GPU that depends on "
+                "another rank; see what the other ranks are doing, or raise COLLECTIVES_TIMEOUT [G29]"
             ),
             yields=_SPINS,
             longest=_NAP,

@@ -102,7 +102,7 @@ class Connection:
         no_nccl = _first(every, "no_nccl")
         if not no_nccl and shares and not all(info.nccl_shares_gpus for info in every):
             no_nccl = (
-                "several ranks use one GPU, which NCCL does from 2.30 on and with NCCL_MULTI_RANK_GPU_ENABLE=1 only; "
+                "several ranks share one GPU, which NCCL supports only from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1; "
                 "start fewer ranks, or use 'cuda-ipc'"
             )
         wants_nccl = self._config.device_transport in ("auto", "nccl")

@@ -118,7 +118,8 @@ class DeviceExecutor:
         device, memory, board, main, row = self._device, self.memory, self._board, self.main, self._row
         if memory is None or board is None or len(plan.stages) >= self._events:
             raise TransportError(
-                f"rank {self._rank}: a plan over device memory has come where there is none: {plan.description} [G30]"
+                f"rank {self._rank}: internal error: got a plan over device memory, but this world has none: "
+                f"{plan.description} [G30]"
             )
         events, own, base = memory.events, memory.events[self._rank], self._state.base
         for peer in plan.partners:
@@ -177,7 +178,10 @@ class DeviceExecutor:
         if not (stage.receives or stage.sends):
             return
         if self.messages is None:
-            raise TransportError(f"rank {self._rank}: a device plan with messages has come where there are none [G31]")
+            raise TransportError(
+                f"rank {self._rank}: internal error: got a device plan that sends messages, but this world has no "
+                "device messages [G31]"
+            )
         self.messages.exchange(stage, table, dtype, self.main)
 
     def _replay(self, plan: DevicePlan, table: Array, dtype: np.dtype[np.generic], states: Sequence[int]) -> None:
@@ -187,7 +191,10 @@ class DeviceExecutor:
         capture.
         """
         if self._abandoned:
-            raise TransportError(f"rank {self._rank}: the work of this world has been aborted [G32]")
+            raise TransportError(
+                f"rank {self._rank}: this world was aborted, and its GPU work with it; look for the first error of "
+                "this job [G32]"
+            )
         key = (id(plan), plan.placed)
         capture = self._captures.get(key)
         if capture is None:

@@ -117,14 +117,14 @@ class DevicePlanner:
         if chosen == "host" and not (forced and forced.native):
             return DeviceChoice(forced.name if forced else "auto", "host", stepwise=reproducible, why=why_transport)
         if forced:
-            entry, why_algorithm = forced, "algorithm as asked for"
+            entry, why_algorithm = forced, "algorithm as requested"
         else:
             name, why_algorithm = self._choose_algorithm(collective, chosen, native, reproducible)
             entry = registry.find(collective, name)
         if entry.native and (chosen != "nccl" or not native):
-            why = "has no such collective for these elements" if chosen == "nccl" else "is not the transport"
+            why = f"NCCL has no {collective} for these elements" if chosen == "nccl" else f"the transport is {chosen}"
             raise InvalidArgumentError(
-                f"algorithm='native' is NCCL's own collective, and NCCL {why}; use ring or direct [A50]"
+                f"algorithm='native' is NCCL's own collective, but {why}; pass algorithm='ring' or 'direct' [A50]"
             )
         if entry.spans_hosts and chosen == "nccl":
             raise InvalidArgumentError(
@@ -153,7 +153,7 @@ class DevicePlanner:
             why = {"cuda-ipc": facts.ipc, "nccl": facts.nccl}.get(forced)
             if why:
                 raise TransportError(f"transport={forced!r}: {why} [A54]")
-            return forced, "transport as asked for"
+            return forced, "transport as requested"
         if algorithm is not None and algorithm.native:
             if facts.nccl:
                 raise TransportError(f"algorithm='native': {facts.nccl} [A55]")
@@ -165,11 +165,15 @@ class DevicePlanner:
         spans = algorithm is None and collective == "allreduce"
         nearby = not facts.ipc and (one_host or spans)
         if facts.nccl:
-            return ("cuda-ipc", "no NCCL") if nearby else ("host", "neither CUDA IPC nor NCCL serves all ranks")
+            return (
+                ("cuda-ipc", "NCCL is not available")
+                if nearby
+                else ("host", "neither CUDA IPC nor NCCL connects all ranks")
+            )
         # NCCL seldom helps ranks that share a GPU; between hosts nothing else knows the network's path to GPUs.
         if nearby and one_host and (facts.shares_gpus or nbytes <= _DIRECT_UNTIL or not native):
             return "cuda-ipc", "ranks of one host"
-        return "nccl", "NCCL knows the links between the GPUs"
+        return "nccl", "NCCL uses the links between the GPUs"
 
     def _choose_algorithm(self, collective: str, transport: str, native: bool, reproducible: bool) -> tuple[str, str]:
         """The algorithm, and why."""
@@ -180,7 +184,7 @@ class DevicePlanner:
             (nccl and collective != "alltoall", "ring", "NCCL does not reduce these elements"),
             (spans, "hierarchical", "several hosts"),
             (spans, registry.REPRODUCIBLE, "the fixed tree, over several hosts"),
-            (True, "direct", "each block straight to the ranks that need it"),
+            (True, "direct", "each block goes straight to the ranks that need it"),
         )
         return next(
             (name, why)

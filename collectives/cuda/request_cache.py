@@ -78,12 +78,15 @@ class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
                 op.divides(dtype) or options.prescale_factor != 1.0 or options.postscale_factor != 1.0
             ):
                 raise UnsupportedError(
-                    "algorithm='reproducible': a GPU scales compressed elements in float32, a host in their halves; "
-                    "leave compression out, or sum without factors and scale the result [A69]"
+                    "algorithm='reproducible' cannot scale compressed tensors on a GPU: a GPU scales in float32 and "
+                    "a host in the compressed dtype, so their results differ; leave compression out, or sum without "
+                    "factors and scale the result [A69]"
                 )
         host = self._host.reducing(collective, _spec(view, wire), None, keywords)
         if adasum and (options.algorithm, options.transport) != (None, None):
-            raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out [A5]")
+            raise InvalidArgumentError(
+                "op=Adasum uses its own algorithm and transport; leave algorithm and transport out [A5]"
+            )
         entry = self._entry(host, view, options, wire)
         entry.nbytes = view.nbytes
         if not adasum or self._size == 1:  # an Adasum of several ranks is scaled by the host's engine

@@ -35,12 +35,12 @@ def compiled(source: str, capability: int) -> bytes:
         served = nvrtc.getSupportedArchs()
     except RuntimeError as error:
         raise MissingDependencyError(
-            f"NVRTC, which compiles the kernels, cannot be loaded: {error}; pip install "
+            f"NVRTC, which compiles the GPU kernels, cannot be loaded: {error}; run pip install "
             f'"cupy-cuda{runtime.runtimeGetVersion() // 1000}x[ctk]", or set CUDA_PATH to a CUDA toolkit [G1]'
         ) from error
     if capability < min(served):
         raise TransportError(
-            f"NVRTC {major}.{minor} compiles for GPUs of compute capability {min(served)} and newer, this one has "
+            f"NVRTC {major}.{minor} compiles for GPUs of compute capability {min(served)} and newer, but this GPU has "
             f"{capability}; install a CuPy for an older CUDA: pip install cupy-cuda12x [G2]"
         )
     # A GPU newer than this NVRTC gets PTX, which its driver compiles.

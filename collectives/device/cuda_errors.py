@@ -7,13 +7,13 @@ from collectives.base.errors import CollectivesError, OutOfMemoryError, Transpor
 from collectives.device.protocol import Device
 
 _OUT_OF_MEMORY = (
-    "; the memory is taken by this process, its framework's pool (which can give back what it does not use: "
-    "torch.cuda.empty_cache(), cupy.get_default_memory_pool().free_all_blocks()), other ranks that have mapped what "
-    "was freed (collectives.empty_cache(), on every rank), or other processes (nvidia-smi lists them)"
+    "; the memory is in use by this process, by its framework's pool (which can release what it does not use: "
+    "torch.cuda.empty_cache(), cupy.get_default_memory_pool().free_all_blocks()), by other ranks that still map memory "
+    "that was freed (collectives.empty_cache(), on every rank), or by other processes (nvidia-smi lists them)"
 )
 _BROKEN = (
-    "; work given to this GPU has failed, perhaps earlier, and perhaps the program's own: this process must be "
-    "started anew; compute-sanitizer, or CUDA_LAUNCH_BLOCKING=1, shows which work it was"
+    "; work on this GPU has failed, perhaps earlier, and perhaps work of the program itself: restart this process; "
+    "compute-sanitizer, or CUDA_LAUNCH_BLOCKING=1, shows which work it was"
 )
 _OLD_DRIVER = "; the driver is older than CuPy's CUDA: update the driver, or install the CuPy for its CUDA"
 _ADVICE = {

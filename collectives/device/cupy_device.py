@@ -114,8 +114,8 @@ class CupyDevice:
             return Allocation(base, nbytes, libcuda.attribute(address, libcuda.BUFFER_ID))
         except TransportError as error:
             raise TransportError(
-                f"GPU {self.index} ({self.name}): {address:#x} is not device memory that the driver knows as one "
-                f"piece: {error} [G13]"
+                f"GPU {self.index} ({self.name}): {address:#x} is not inside one allocation of device memory that the "
+                f"driver knows: {error} [G13]"
             ) from error
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -228,8 +228,8 @@ class CupyDevice:
         with Attempt(self, f"reach the memory of GPU {peer}", sharing=True):
             if not runtime.deviceCanAccessPeer(self.index, peer):
                 raise TransportError(
-                    f"GPU {self.index} ({self.name}): its kernels cannot reach the memory of GPU {peer}: "
-                    f"nvidia-smi topo -p2p r shows which GPUs can [G19]"
+                    f"GPU {self.index} ({self.name}): its kernels cannot reach the memory of GPU {peer}; nvidia-smi "
+                    "topo -p2p r shows which GPUs can [G19]"
                 )
             try:
                 runtime.deviceEnablePeerAccess(peer)

@@ -140,9 +140,9 @@ class Kernels:
         for sources, targets, count in shape:
             if not (1 <= sources <= most and 1 <= targets <= WAYS and count >= 0):
                 raise InvalidArgumentError(
-                    f"combination: expected jobs of 1 to {most} sources, 1 to {WAYS} targets and 0 elements or more;"
-                    f" got {sources} sources, {targets} targets and {count} elements; give what is more than that to "
-                    f"several jobs [G33]"
+                    f"combination: expected jobs of 1 to {most} sources, 1 to {WAYS} targets and 0 elements or more; "
+                    f"got {sources} sources, {targets} targets and {count} elements; divide them among several jobs "
+                    "[G33]"
                 )
         kernel, width = _choose(op, dtype, all(sources == 1 for sources, _, _ in shape), scaling, stepwise)
         wide = [(sources, targets, count * width) for sources, targets, count in shape]

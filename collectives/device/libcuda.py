@@ -87,7 +87,7 @@ def capture_mode(mode: int) -> int:
     value = _one_int(mode)
     # Not by `_call`, because it is called twice for every operation.
     if status := load().cuThreadExchangeStreamCaptureMode(value):
-        raise TransportError(f"cuThreadExchangeStreamCaptureMode: error {status} [G14]")
+        raise TransportError(f"cuThreadExchangeStreamCaptureMode failed: error {status} [G14]")
     return value[0]
 
 

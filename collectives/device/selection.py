@@ -52,7 +52,7 @@ class CupyProvider:
             index = libcuda.attribute(address, libcuda.DEVICE_ORDINAL)
         except TransportError as error:
             raise InvalidArgumentError(
-                f"{address:#x}: expected an address in device memory, which CUDA does not know it as: {error} [G8]"
+                f"{address:#x}: expected an address in device memory, but CUDA does not know this one: {error} [G8]"
             ) from error
         if not on_device:
             raise InvalidArgumentError(
@@ -97,7 +97,9 @@ def choose(local_rank: int, override: int | None = None) -> int:
     """
     count = provider().count()
     if not count:
-        raise InvalidArgumentError("this process sees no GPU: see CUDA_VISIBLE_DEVICES, and nvidia-smi [G10]")
+        raise InvalidArgumentError(
+            "this process sees no GPU; check CUDA_VISIBLE_DEVICES, and what nvidia-smi lists [G10]"
+        )
     if override is None:
         return local_rank % count
     _check_number(override, count)

@@ -23,7 +23,7 @@ def operation(op: Op | None, average: Any) -> Op:
         return Op.AVERAGE if average is None or average else Op.SUM
     if average is not None:
         raise InvalidArgumentError(
-            f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r} [A7]"
+            f"average: expected either average or op, got average={average!r} and op={op!r}; pass op alone [A7]"
         )
     if not isinstance(op, Op):
         raise InvalidTypeError(f"op: expected one of Average, Sum, Min, Max, Product, got {op!r} [A8]")
@@ -57,17 +57,19 @@ def parts(keywords: Mapping[str, Any], size: int, reproducible: bool) -> int:
     """The number of parts that an all-reduce combines over all ranks; ``reproducible``: as all reductions shall be."""
     total = keywords["parts"]
     if isinstance(total, bool) or not hasattr(total, "__index__"):
-        raise InvalidTypeError(f"parts: expected the number of parts of all ranks, got {total!r} [A70]")
+        raise InvalidTypeError(
+            f"parts: expected an integer, the number of parts of all ranks together, got {total!r} [A70]"
+        )
     if total < size:
-        raise InvalidArgumentError(f"parts: expected at least one for each of {size} ranks, got {total} [A71]")
+        raise InvalidArgumentError(f"parts: expected at least one part for each of {size} ranks, got {total} [A71]")
     algorithm = keywords.get("algorithm")
     if algorithm != "reproducible" and not (reproducible and algorithm in (None, "auto")):
         raise InvalidArgumentError(
-            f"parts={total}: combines by the fixed tree, which algorithm='reproducible' has to ask for, got "
-            f"algorithm={algorithm!r} [A72]"
+            f"parts={total} needs algorithm='reproducible', got algorithm={algorithm!r}; pass "
+            "algorithm='reproducible' [A72]"
         )
     if keywords.get("op") is Op.ADASUM or keywords.get("compression") is not None:
-        raise InvalidArgumentError("parts: expected neither op=Adasum nor compression; leave them out [A73]")
+        raise InvalidArgumentError("parts cannot be combined with op=Adasum or compression; leave them out [A73]")
     return int(total)
 
 
@@ -81,7 +83,7 @@ def with_rows(view: View | DeviceView, collective: str) -> None:
     """Check that a tensor has a first dimension."""
     if not view.shape:
         raise UnsupportedError(
-            f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,) [A28]"
+            f"tensor: {collective} needs at least one dimension, got a 0-d tensor; reshape it to (1,) [A28]"
         )
 
 
@@ -90,8 +92,8 @@ def splits(value: Any, rows: int, size: int) -> tuple[int, ...]:
     if value is None:
         if rows % size:
             raise InvalidArgumentError(
-                f"splits: None divides the first dimension evenly, but {rows} rows are not divisible by {size} "
-                f"ranks; pass splits [A22]"
+                f"splits: {rows} rows cannot be divided evenly among {size} ranks; pass splits, the number of rows "
+                "for each rank [A22]"
             )
         return (rows // size,) * size
     try:

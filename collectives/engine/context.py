@@ -105,7 +105,8 @@ class Context:
         """
         if not self.control.agree(token, words):
             raise TransportError(
-                f"rank {self.rank}: the ranks are at different places of an operation that all agreed on [R32]"
+                f"rank {self.rank}: the ranks are at different steps of an operation that all agreed on; check that "
+                "all hosts have the same version of collectives (collectivesrun --doctor) [R32]"
             )
 
     def make_room(self) -> int:
@@ -149,7 +150,7 @@ def _nothing() -> int:
 
 
 def _no_devices(entries: Sequence[CachedRequest]) -> Sequence[tuple[Any, Sequence[int]]]:
-    raise TransportError("an operation on a device tensor has come to a world that has no device [G35]")
+    raise TransportError("internal error: got an operation on a GPU tensor in a world without a GPU [G35]")
 
 
 def _quiet_runner() -> Callable[..., Any]:

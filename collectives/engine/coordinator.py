@@ -297,8 +297,9 @@ class Coordinator:
         own_frame = Frame(bits, bool(untold), joined, stuck, self._out_of_memory)
         if not control.agree(_COMPARE, own_frame.to_words(self.ledger.capacity)):
             raise TransportError(
-                f"rank {self._rank}: some ranks compare what they have submitted, and others do not: something between "
-                "the hosts changes what ranks say [N6]"
+                f"rank {self._rank}: some ranks compare what they have submitted and others do not, so something "
+                "between the hosts alters the data of the ranks; check the network, and what could write to these "
+                "connections [N6]"
             )
         frames = [
             own_frame if peer == self.context.rank else Frame.from_words(control.words_of(peer))

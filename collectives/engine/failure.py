@@ -106,7 +106,8 @@ class FailureHandler:
         names = ", ".join(handle.name for handle in opened[0]) or "join"
         self.fail(
             RankFailedError(
-                f"rank {self._rank} left while operations were in flight: {names}; synchronize them first [R13]"
+                f"rank {self._rank} left while operations were in flight: {names}; synchronize them before it leaves "
+                "[R13]"
             )
         )
         return True

@@ -193,7 +193,7 @@ class Handle(Generic[Result]):
             try:
                 callback(self)
             except Exception:
-                logger.exception("%s: a callback on its completion has failed [W62]", self.name)
+                logger.exception("%s: a callback on its completion raised an exception [W62]", self.name)
 
     def locate(self) -> None:
         """Note the line of the program that submits this operation: the nearest caller outside of this package."""

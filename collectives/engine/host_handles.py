@@ -50,8 +50,8 @@ class HostHandles:
             _, gathered, handle.gathered = handle.keep  # by the task, which has made the result
             if out is not None and (gathered.size or out.size) and not np.may_share_memory(gathered, out):
                 raise MismatchError(
-                    f"{handle.title}: expected {out.size} elements from all ranks, for the tensor that this rank has "
-                    f"given for the result; they have sent {gathered.size} [M2]"
+                    f"{handle.title}: expected {out.size} elements from all ranks together, the size of out, but the "
+                    f"ranks sent {gathered.size}; pass an out of that size [M2]"
                 )
             result = view.wrap(gathered)
             return result if finish is None else finish(result, handle.gathered)

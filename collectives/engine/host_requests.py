@@ -91,15 +91,17 @@ class HostRequestCache(RequestCache[CachedRequest]):
     def _adasum(self, collective: str, view: View, options: Options) -> CachedRequest:
         """The request of an Adasum, which is made of other operations."""
         if collective != "allreduce":
-            raise UnsupportedError(f"op=Adasum: {collective} has no Adasum; allreduce has [A10]")
+            raise UnsupportedError(
+                f"op=Adasum: {collective} does not support Adasum; call allreduce, or pass another op [A10]"
+            )
         if options.algorithm is not None or options.transport is not None:
             raise InvalidArgumentError(
-                "op=Adasum: has an algorithm of its own; leave algorithm and transport out [A11]"
+                "op=Adasum uses its own algorithm and transport; leave algorithm and transport out [A11]"
             )
         if not dtypes.is_floating(view.dtype):
             raise InvalidTypeError(
-                f"op=Adasum: expected real floating-point numbers, got {dtypes.name(view.dtype)}; convert it to "
-                "float16, bfloat16 or float32 first [A12]"
+                f"op=Adasum: expected real floating-point numbers, got {dtypes.name(view.dtype)}; convert the tensor "
+                "to float16, bfloat16 or float32 first [A12]"
             )
         prescale, postscale = options.prescale_factor, options.postscale_factor
         request = replace(_request(collective, view, options), op="adasum", prescale=prescale, postscale=postscale)

@@ -97,10 +97,10 @@ OUT_OF_MEMORY = Request("out of memory").signature()
 
 
 _APART = (
-    "A rank that has passed over one, as by an exception that it has caught, stays apart from the others until every "
-    "rank has called shutdown() and init()."
+    "A rank that skipped one, for example by catching an exception, stays out of step until every rank calls "
+    "shutdown() and init()."
 )
-_UNNAMED = f"Unnamed operations are matched by the order of calls: name the operations. {_APART}"
+_UNNAMED = f"Operations without a name are matched by the order of calls; pass name= to match them by name. {_APART}"
 
 
 def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int] | None = None) -> MismatchError:
@@ -123,10 +123,10 @@ def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int]
     ranks_by_request: dict[str, list[int]] = {}
     for peer, request in by_rank.items():
         ranks_by_request.setdefault(request.describe(), []).append(peer)
-    lines = [f"  rank {_ranges(ranks)}: {text}" for text, ranks in ranks_by_request.items()]
+    lines = [f"  rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}: {text}" for text, ranks in ranks_by_request.items()]
     error = MismatchError(
-        f"rank {rank}: the ranks disagree{subject} in {', '.join(differing) or 'their requests'}; no tensor was "
-        f"touched [M3]:\n"
+        f"rank {rank}: the ranks disagree on {', '.join(differing) or 'their requests'}{subject}; no tensor was "
+        f"changed [M3]:\n"
         + "\n".join(lines)
         + "\nEvery rank must make the same call with the same arguments."
         + ("" if all(request.name for request in by_rank.values()) else f" {_UNNAMED}")
@@ -144,15 +144,16 @@ def absent(rank: int, request: Request, joined: Collection[int], names: Sequence
     can be. ``request`` is that of all ranks that have not joined."""
     if request.root is not None and request.root in joined:
         return MismatchError(
-            f"rank {rank}: {request.describe()}: the root, rank {names[request.root]}, has joined and has no tensor to "
-            f"give; broadcast before a rank can run out of data [M7]"
+            f"rank {rank}: {request.describe()}: the root, rank {names[request.root]}, has called join() and has no "
+            "tensor to send; call it before any rank calls join() [M7]"
         )
     fixed_rows = request.persistent is not None and request.collective.endswith(("allgather", "alltoall"))
     if joined and (fixed_rows or request.collective in EVERY_RANK or request.collective.endswith("_init")):
         who = ", ".join(str(names[peer]) for peer in sorted(joined))
+        have = f"ranks {who} have" if len(joined) > 1 else f"rank {who} has"
         return MismatchError(
-            f"rank {rank}: {request.describe()} needs every rank, but rank {who} has joined; do it before a rank can "
-            f"run out of data [M8]"
+            f"rank {rank}: {request.describe()} needs every rank, but {have} called join(); call it before any rank "
+            f"calls join() [M8]"
         )
     return None
 
@@ -172,16 +173,16 @@ def deadlock(
     """
 
     def describe(key: Key, operation: str) -> str:
-        missing = ", ".join(str(names[peer]) for peer in range(len(waits)) if peer not in asking[key])
-        return f"{operation}, for which rank {missing} has not asked"
+        missing = [str(names[peer]) for peer in range(len(waits)) if peer not in asking[key]]
+        return f"{operation} (not submitted by rank{'s' * (len(missing) > 1)} {', '.join(missing)})"
 
     lines = [
-        f"  rank {names[peer]}: waits for {'; and for '.join(describe(*wait) for wait in rank_waits) or 'nothing'}"
+        f"  rank {names[peer]}: waits for {' and for '.join(describe(*wait) for wait in rank_waits) or 'nothing'}"
         for peer, rank_waits in enumerate(waits)
     ]
     return MismatchError(
-        f"rank {rank}: the ranks disagree in what they wait for: every rank waits, and nothing that they wait for is "
-        f"asked for by all; no tensor was touched [M6]:\n"
+        f"rank {rank}: deadlock: every rank waits, each for an operation that not all ranks have submitted; no tensor "
+        f"was changed [M6]:\n"
         + "\n".join(lines)
         + "\nEvery rank must submit the same operations, by the same names. "
         + (_APART if all(isinstance(key, str) for key in asking) else _UNNAMED)

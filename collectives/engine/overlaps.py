@@ -208,8 +208,8 @@ def _refusal(handle: Handle, own: Extent, other: Span, first: Handle | None) -> 
     which = "its memory" if number is None else f"the memory of its tensor number {number}"
     return (
         f"{handle.entry.request.describe()}{_place(handle)}: {which}, which it {'writes' if own[2] else 'reads'}, is "
-        f"{'written' if other[2] else 'read'} by an operation in flight: {busy}; synchronize that one first, or pass "
-        f"one of the two a copy [W30]"
+        f"{'written' if other[2] else 'read'} by an operation in flight: {busy}; synchronize that operation first, or "
+        "pass a copy to one of the two [W30]"
     )
 
 

@@ -97,8 +97,8 @@ class Progress:
         """Raise InvalidArgumentError if this thread is in the middle of a call."""
         if self.driving and self.lock._is_owned():
             raise InvalidArgumentError(
-                "a collective was called within a collective of the same thread, from a signal handler or a "
-                "destructor; let the handler set a flag, and call afterwards [W28]"
+                "a signal handler or a destructor called a collective while the same thread was in one; set a flag "
+                "there, and call the collective later [W28]"
             )
 
     def release(self) -> None:
@@ -173,8 +173,8 @@ class Progress:
                     self.release()
                 if deadline is not None and not handle.done and time.monotonic() >= deadline:
                     raise CollectiveTimeoutError(
-                        f"rank {self._rank}: {handle.name}: not done after {timeout:g} s; it goes on, and "
-                        f"synchronize may be called again [R31]"
+                        f"rank {self._rank}: {handle.name}: not complete after {timeout:g} s; it continues, so call "
+                        "synchronize again [R31]"
                     )
         finally:
             if self.lock._is_owned():  # an interrupt came just before the first time
@@ -347,14 +347,14 @@ class Progress:
 
     def _time_out(self, handle: Handle) -> NoReturn:
         missing = self._coordinator.missing(handle)
-        who = (
-            f"rank {', '.join(map(str, missing))}, which is alive"
-            if len(missing) == 1
-            else f"ranks {missing or '(not known)'}, alive,"
-        )
+        if len(missing) == 1:
+            who = f"rank {missing[0]}, which is alive but has not made the same call; see what it is doing"
+        else:
+            ranks = f"ranks {', '.join(map(str, missing))}" if missing else "other ranks"
+            who = f"{ranks}, which are alive but have not made the same call; see what they are doing"
         raise CollectiveTimeoutError(
-            f"rank {self._rank}: {handle.name}: waited {self._timeout:g} s for {who} but did not come; "
-            f"see what it is doing, or raise {setting_of(self._timeout)} [R19]"
+            f"rank {self._rank}: {handle.name}: waited {self._timeout:g} s for {who}, or raise "
+            f"{setting_of(self._timeout)} [R19]"
         )
 
 

@@ -120,7 +120,10 @@ class HandleFactory:
         """
         total, view = arguments.parts(keywords, self._size, self.host.requests.reproducible), arrays.view(tensor)
         if in_place or out is not None:
-            raise InvalidArgumentError("parts: the result has the shape of one part; use allreduce, without out [A74]")
+            raise InvalidArgumentError(
+                "parts: the result has the shape of one part, so it does not fit into the input or out; call "
+                "allreduce, without out [A74]"
+            )
         if not isinstance(view, View):
             raise UnsupportedError(
                 "parts: expected a tensor in host memory, got one on a GPU; copy it to the host [A75]"
@@ -129,7 +132,7 @@ class HandleFactory:
         begin, end = shares[self._rank]
         if view.shape[:1] != (end - begin,):
             raise InvalidArgumentError(
-                f"parts={total}: rank {self._rank} of {self._size} has parts {begin} to {end - 1}, expected a tensor "
+                f"parts={total}: rank {self._rank} of {self._size} has parts {begin} to {end - 1}: expected a tensor "
                 f"whose first dimension is {end - begin}, got shape {view.shape}; divide the parts as "
                 "numpy.array_split does [A76]"
             )
@@ -172,8 +175,8 @@ class HandleFactory:
         def deliver(gathered: Any, counts: Any) -> Any:
             if sum(counts) != len(ranges):
                 raise MismatchError(
-                    f"parts={total}: expected {len(ranges)} values from all ranks, got {sum(counts)}: a rank "
-                    "has joined, and has no parts; give each rank its share [A77]"
+                    f"parts={total}: expected {len(ranges)} values from all ranks, got {sum(counts)}: a rank has "
+                    "called join() and contributes no parts; give every rank its share of the parts [A77]"
                 )
             rows = arrays.view(gathered).array.reshape(len(ranges), -1)
             found = {node: (row, node[1] - node[0]) for node, row in zip(ranges, rows, strict=True)}
@@ -204,8 +207,8 @@ class HandleFactory:
             back = arrays.view(result)
             if back.array.size != view.array.size or isinstance(back, View) is not isinstance(view, View):
                 raise InvalidArgumentError(
-                    f"compression: decompress returned {back}, expected {view.array.size} elements where the tensor "
-                    f"is, on the CPU or a GPU [A47]"
+                    f"compression: decompress must return {view.array.size} elements on the tensor's own device (CPU "
+                    f"or GPU), got {back} [A47]"
                 )
             if isinstance(view, View):
                 np.copyto(view.array, back.array, casting="unsafe")

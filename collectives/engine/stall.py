@@ -98,9 +98,8 @@ class StallInspector:
         ]
         if late:
             logger.warning(
-                "one or more tensors wait for ranks that have not submitted them for more than %g s; either those "
-                "ranks do other "
-                "work meanwhile, or they never submit them, and then the program hangs [R29]:\n%s",
+                "some tensors have waited for more than %g s for ranks that have not submitted them. Those ranks are "
+                "busy with other work, or they never submit these tensors, and then the program hangs [R29]:\n%s",
                 self._warning,
                 "\n".join(self._describe(handle, now, missing(handle)) for handle in late),
             )

@@ -236,7 +236,9 @@ class Timeline:
             if not self._file.add(lines, patience, at_any_rate):
                 exclusively(self._lock, self._put_back, lines)
         except OSError as error:
-            logger.warning("the timeline %r ends here, it cannot be written: %s [W58]", self._path, error.strerror)
+            logger.warning(
+                "the timeline %r ends here, because it cannot be written: %s [W58]", self._path, error.strerror
+            )
             self._file.close()
             self._file = None
 

@@ -37,7 +37,6 @@ def agree(world: World, label: str, descriptions: Mapping[str, str]) -> None:
         f"{what} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for what, ranks in ranks_by_description.items()
     )
     raise MismatchError(
-        f"rank {world.ranks[world.rank]}: {label}: {subject} is not the same on every rank: {differences}. "
-        "Nothing was changed. Every rank must pass the same, of the same shapes and dtypes, and name the same root. "
-        "[M11]"
+        f"rank {world.ranks[world.rank]}: {label}: {subject} is not the same on every rank: {differences}. Nothing "
+        "was changed. Pass tensors of the same names, shapes and dtypes, and the same root, on every rank. [M11]"
     )

@@ -88,7 +88,7 @@ class GradientOptions:
             self.check_tree(passes)
         if self.num_groups != 0:
             warnings.warn(
-                "num_groups: use groups instead, which takes a number as well [F34]",
+                "num_groups is deprecated; pass groups, which also takes a number [F34]",
                 DeprecationWarning,
                 stacklevel=_frames_of_the_package() + 1,
             )
@@ -109,8 +109,8 @@ class GradientOptions:
         """Refuse passes whose gradients are not a subtree of the fixed tree over the passes of all ranks."""
         if passes & (passes - 1):
             raise InvalidArgumentError(
-                f"backward_passes_per_step: expected a power of two with algorithm='reproducible', so that each rank's "
-                f"passes are a subtree of those of all ranks, got {passes} [A78]"
+                "backward_passes_per_step: expected a power of two, because algorithm='reproducible' adds the "
+                f"gradients of all passes in a fixed binary tree; got {passes} [A78]"
             )
 
     @property

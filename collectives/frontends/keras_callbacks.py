@@ -320,6 +320,8 @@ class KeepBestModel(CallbackMixin):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         if self.filepath is None:
-            raise InvalidArgumentError("BestModelCheckpoint: where to? Set its filepath before training [F94]")
+            raise InvalidArgumentError(
+                "BestModelCheckpoint: expected a filepath, got None; set filepath before training starts [F94]"
+            )
         checkpoint: Any = super()
         checkpoint.on_train_begin(logs)

@@ -45,6 +45,6 @@ def local_weights(local_layers: Any, layer_class: type | None = None) -> list[An
             )
         if not getattr(layer, "built", True):
             raise InvalidArgumentError(
-                f"local_layers: {layer!r} has no variables yet; build it, or call the model once, before [F48]"
+                f"local_layers: {layer!r} has no variables yet; build it, or call the model once, first [F48]"
             )
     return [weight for layer in layers for weight in layer.trainable_weights]

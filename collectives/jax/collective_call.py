@@ -116,8 +116,8 @@ class CollectiveCall:
         if (world.size, world.rank) == (self.size, self.rank) or (self.any_size and retry.steps() is not None):
             return world
         text = (
-            f"{self.collective}: this program was compiled for rank {self.rank} of {self.size}, and runs on rank "
-            f"{world.rank} of {world.size}: call jax.clear_caches() after init() [F64]"
+            f"{self.collective}: this program was compiled for rank {self.rank} of {self.size}, but runs on rank "
+            f"{world.rank} of {world.size}; call jax.clear_caches() after init() [F64]"
         )
         if retry.steps() is None:
             raise world.refused(InvalidArgumentError(text), self.name)
@@ -224,9 +224,10 @@ class CollectiveCall:
         label = f" {self.name!r}" if self.name else ""
         expected, came = next((one, other) for one, other in zip(self.rows, received_rows, strict=True) if one != other)
         raise MismatchError(
-            f"rank {world.ranks[world.rank]}: {self.collective}{label}: compiled for {list(expected)} rows from the "
-            f"ranks, and {list(came)} came. Shapes are fixed in a compiled program: say what every rank sends (rows=), "
-            "the same on all ranks, or call it outside jit [M4]"
+            f"rank {world.ranks[world.rank]}: {self.collective}{label}: this program was compiled for "
+            f"{list(expected)} rows from the ranks, but received {list(came)}. Shapes are fixed in a compiled "
+            "program: pass rows=, the number of rows that every rank sends, equal on all ranks; or call it outside "
+            "jit [M4]"
         )
 
 

@@ -226,19 +226,19 @@ def _on_one_device(ctx: Any, results: Sequence[Any]) -> dict[str, Any]:
     sharding_of = getattr(_optional("jax._src.callback"), "_callback_op_sharding", None)
     if not hasattr(ctx.module_context.axis_context, "device_assignment"):
         raise InvalidArgumentError(
-            f"collectives.jax: a collective inside of pmap or shard_map over {several} devices: every one of them "
-            "would call it, and a rank calls once. Combine the devices' parts inside (jax.lax.pmean), and call it "
-            "outside: on one device's part (y[0] of pmap's result y), or within jax.jit on the whole result; or start "
-            "a rank for each device [F65]"
+            f"collectives.jax: a collective was called inside pmap or shard_map over {several} devices: each device "
+            "would call it, but a rank must call it once. Combine the devices' values inside (jax.lax.pmean), and "
+            "call it outside: on one device's value (y[0] of pmap's result y), or within jax.jit on the whole "
+            "result; or start a rank for each device [F65]"
         )
     if (
         sharding_of is None
         or "axis_sizes" not in inspect.signature(getattr(jax.sharding, "AbstractMesh", None) or tuple).parameters
     ):
         raise InvalidArgumentError(
-            f"collectives.jax: a collective in a program for {several} devices, for which this version of JAX is too "
-            "old: call it outside jit, on arrays that lie on one device or are replicated, or start a rank for each "
-            "device [F66]"
+            f"collectives.jax: this version of JAX is too old for a collective in a program for {several} devices; "
+            "upgrade JAX, or call it outside jit on arrays that are on one device or replicated, or start a rank for "
+            "each device [F66]"
         )
     return {"sharding": sharding_of(ctx.module_context.axis_context, None, results)}
 

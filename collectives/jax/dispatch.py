@@ -53,7 +53,8 @@ def begin(
         arguments.check_name(name)
         if not ordered and name is None:
             raise InvalidArgumentError(
-                "name: expected one with ordered=False, by which the ranks' calls are matched; got None [F67]"
+                "name: ordered=False needs a name, by which the ranks match their calls, got None; pass name=..., "
+                "the same on every rank [F67]"
             )
     number = process_set if isinstance(process_set, int) else process_set.process_set_id
     assert number is not None
@@ -91,7 +92,7 @@ def run_allreduce(call: CollectiveCall, tensors: list[Any]) -> list[Any]:
 def require_eager(function: str) -> None:
     """Raise an `InvalidArgumentError` while JAX traces."""
     if compat.tracing():
-        raise InvalidArgumentError(f"{function}: it cannot be part of a compiled program; call it outside jit [F68]")
+        raise InvalidArgumentError(f"{function} cannot be part of a compiled program; call it outside jit [F68]")
 
 
 # ---- arguments
@@ -117,7 +118,7 @@ def check_has_rows(collective: str, tensors: Sequence[Any]) -> None:
     """Raise an `UnsupportedError` if a tensor has no dimension."""
     if any(not tensor.shape for tensor in tensors):
         raise UnsupportedError(
-            f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,) [A29]"
+            f"tensor: {collective} needs at least one dimension, got a 0-d tensor; reshape it to (1,) [A29]"
         )
 
 

@@ -34,14 +34,15 @@ def number() -> int:
             "install a JAX that has jax.make_user_context" if _number is None else "import collectives.jax before run()"
         )
         raise InvalidArgumentError(
-            f"collectives.local_world: JAX would use one program for all ranks: {remedy}, or call this outside jit [W8]"
+            f"collectives.local_world: JAX would share one compiled program among all ranks; {remedy}, or call this "
+            "outside jit [W8]"
         )
     size, devices = runtime.size(), jax.local_device_count()
     if size > devices:  # XLA runs a device's programs in as many threads as there are cores
         raise InvalidArgumentError(
-            f"collectives.local_world: expected a device of JAX for each of {size} ranks, found {devices}: programs "
-            "that share one may wait for each other for ever: set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={size} before JAX starts, or call this outside jit [W65]"
+            f"collectives.local_world: expected a device of JAX for each of {size} ranks, found {devices}: ranks that "
+            f"share a device can deadlock; set XLA_FLAGS=--xla_force_host_platform_device_count={size} before JAX "
+            "starts, or call this outside jit [W65]"
         )
     return own
 

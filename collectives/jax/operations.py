@@ -184,7 +184,9 @@ def reducescatter(
     with world.refusing(name):
         call = reducing(call, arguments.operation(op, None), prescale_factor, postscale_factor)
         if call.op == Op.ADASUM.value:
-            raise UnsupportedError("op=Adasum: reducescatter has no Adasum; allreduce has [A13]")
+            raise UnsupportedError(
+                "op=Adasum: reducescatter does not support Adasum; call allreduce, or pass another op [A13]"
+            )
         leaves, rebuild, grouped = pytrees.leaves(tensor)
         leaves, restore = compressed(compression, leaves)
         check_has_rows("reducescatter", leaves)
@@ -251,7 +253,8 @@ def allgather(
         for leaf in leaves:
             if expected is not None and leaf.shape[0] != expected[world.rank]:
                 raise InvalidArgumentError(
-                    f"rows: expected this rank's {leaf.shape[0]} rows in place {world.rank}, got {list(expected)} [M5]"
+                    f"rows: expected rows[{world.rank}] to be {leaf.shape[0]}, the number of rows that this rank "
+                    f"sends, got {list(expected)} [M5]"
                 )
     all_rows = None
     if rows is not None or is_staged(leaves):
@@ -376,15 +379,15 @@ def alltoall(
         sent = [arguments.splits(counts, leaf.shape[0], world.size) for leaf in leaves]
         if len(set(sent)) > 1:
             raise InvalidArgumentError(
-                f"tensor: expected as many rows in every leaf, got {[sum(each) for each in sent]}; call it for each "
-                "[F70]"
+                "tensor: expected the same number of rows in every leaf of the tree, got "
+                f"{[sum(each) for each in sent]}; call alltoall once for each leaf [F70]"
             )
         received = None if rows is None else rows_of_ranks("rows", rows, world)
         if received is None and is_staged(leaves):
             if splits is not None:
                 raise InvalidArgumentError(
-                    "rows: expected how many rows each rank sends here, got None; inside jit, grad and vmap shapes "
-                    "must be known beforehand [F71]"
+                    "rows: expected the number of rows that each rank sends to this one, got None; pass rows, "
+                    "because shapes must be known in advance inside jit, grad and vmap [F71]"
                 )
             received = sent[0] if sent else ()
     if not leaves:

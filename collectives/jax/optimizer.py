@@ -200,12 +200,14 @@ def _check_losses(extra: dict[str, Any], op: Op, passes: int) -> None:
     named = [name for name in _LOSSES if name in extra]
     if op is not Op.AVERAGE:
         raise InvalidArgumentError(
-            f"{', '.join(named)}: expected op=Average, got op={op!r}; else put distributed_gradients(op=...) into "
-            "optax.chain before the optimizer, and give the update what is alike on all ranks [F40]"
+            f"{', '.join(named)}: expected op=Average, got op={op!r}; pass op=Average, or put "
+            "distributed_gradients(op=...) into optax.chain before the optimizer and give update() values that are "
+            "equal on all ranks [F40]"
         )
     if passes > 1 and named != ["value"]:
         raise InvalidArgumentError(
-            f"{', '.join(named)}: expected backward_passes_per_step=1, got {passes}: a line search has one batch [F41]"
+            f"{', '.join(named)}: expected backward_passes_per_step=1, got {passes}: a line search uses a single "
+            "batch; leave backward_passes_per_step out [F41]"
         )
 
 

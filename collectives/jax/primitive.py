@@ -73,7 +73,7 @@ def _lower_without_copies(ctx: Any, *operands: Any, call: CollectiveCall) -> Any
 def _vectorise(operands: Sequence[Any], dims: Sequence[Any], *, call: CollectiveCall) -> tuple[list[Any], list[Any]]:
     if call.op == Op.ADASUM.value:
         raise InvalidArgumentError(
-            "op=Adasum: cannot be vectorised, as it combines whole tensors; call it outside vmap [A14]"
+            "op=Adasum cannot be vectorised, because it combines whole tensors; call it outside vmap [A14]"
         )
     if call.collective in ("allreduce", "broadcast"):  # element by element
         return bind(call, operands), list(dims)

@@ -57,8 +57,8 @@ def check_whole(array: jax.Array, advice: str = "") -> None:
         raise InvalidArgumentError("this array was deleted, or donated to a compiled function [T49]")
     if not array.is_fully_replicated:
         raise InvalidTypeError(
-            f"expected an array on one device, or replicated over several, got one that is sharded over "
-            f"{len(array.sharding.device_set)} ({array.sharding}){advice} [T50]"
+            "expected an array on one device, or replicated over several, got one that is sharded over "
+            f"{len(array.sharding.device_set)} devices ({array.sharding}){advice} [T50]"
         )
 
 
@@ -69,12 +69,13 @@ def _array(leaf: Any) -> Any:
         try:
             leaf = jnp.asarray(leaf)
         except (TypeError, OverflowError) as error:
-            raise InvalidTypeError(f"JAX cannot hold it: {error} [T1]") from None
+            raise InvalidTypeError(f"JAX cannot represent it: {error} [T1]") from None
     elif not isinstance(leaf, Tracer):
         check_whole(leaf, _ADVICE)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise InvalidTypeError(
-            "random keys are no numbers; pass jax.random.key_data(key), and jax.random.wrap_key_data the result [T19]"
+            "random keys are not numbers; pass jax.random.key_data(key), and wrap the result with "
+            "jax.random.wrap_key_data [T19]"
         )
     dtypes.name(leaf.dtype)
     return leaf

@@ -44,7 +44,8 @@ def gradient_reducer(options: GradientOptions, backend: str) -> GradientReducer:
     }
     if backend not in reducers:
         raise InvalidArgumentError(
-            f"Keras's backend: expected one of {sorted(reducers)}, got {backend!r}; set KERAS_BACKEND [F2]"
+            f"Keras's backend: expected one of {sorted(reducers)}, got {backend!r}; set KERAS_BACKEND before "
+            "importing keras [F2]"
         )
     return reducers[backend](options)
 

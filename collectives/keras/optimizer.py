@@ -49,7 +49,7 @@ def _adapter_of_keras_2(optimizer: Any) -> Any:
 
     if not keras_version.LEGACY:
         raise InvalidTypeError(
-            "optimizer: expected one of Keras 3 (import keras), got one of tf_keras; for that set "
+            "optimizer: expected a Keras 3 optimizer (import keras), got one of tf_keras; to use tf_keras, set "
             "TF_USE_LEGACY_KERAS=1 in the environment [F3]"
         )
     from collectives.tensorflow.keras import legacy
@@ -189,7 +189,8 @@ def load_model(
 def _wrapped(optimizer: Any, options: GradientOptions) -> Any:
     if isinstance(optimizer, DistributedMixin):
         raise InvalidArgumentError(
-            "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already [F5]"
+            "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already; wrap it "
+            "only once [F5]"
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise InvalidTypeError(
@@ -197,15 +198,16 @@ def _wrapped(optimizer: Any, options: GradientOptions) -> Any:
         )
     if isinstance(getattr(optimizer, "inner_optimizer", None), DistributedMixin):
         raise InvalidArgumentError(
-            "optimizer: its inner optimizer is a DistributedOptimizer already; wrap one of the two [F7]"
+            "optimizer: its inner optimizer is already a DistributedOptimizer; wrap either the inner or the outer "
+            "one [F7]"
         )
     options = replace(options, name=options.name or f"Distributed{type(optimizer).__name__}")
     reducer = gradient_reducer(options, keras.backend.backend())
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if options.backward_passes_per_step > 1 and inner.gradient_accumulation_steps:
         raise InvalidArgumentError(
-            "backward_passes_per_step: the optimizer accumulates gradients by itself (gradient_accumulation_steps); "
-            "give one of the two. backward_passes_per_step communicates once in all these passes, "
+            "backward_passes_per_step: the optimizer already accumulates gradients (gradient_accumulation_steps); "
+            "set only one of the two. backward_passes_per_step communicates once for all these passes, "
             "gradient_accumulation_steps in each of them [F42]"
         )
     if options.process_set.included():

@@ -142,8 +142,8 @@ class DistributedMixin:
         state = self.state
         if state.summed not in (None, [id(variable) for variable in variables]):
             raise InvalidArgumentError(
-                "backward_passes_per_step: expected the variables of the first backward pass, got others; make an "
-                "optimizer for each list [F17]"
+                "backward_passes_per_step: expected the same variables in every backward pass, got others than in "
+                "the first; make one optimizer for each list of variables [F17]"
             )
         state.summed = [id(variable) for variable in variables]
         if self.options.algorithm == REPRODUCIBLE:  # each pass overwrites its places in the tree

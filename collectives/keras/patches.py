@@ -57,10 +57,9 @@ def _without_xla(compile_: Any) -> Any:
         if isinstance(bound.arguments.get("optimizer"), DistributedMixin):
             if bound.arguments.get("jit_compile", "auto") not in ("auto", False, None):
                 raise InvalidArgumentError(
-                    "compile(jit_compile=True): XLA compiles the whole training step, and what it has compiled "
-                    "cannot communicate; with a"
-                    " DistributedOptimizer on the TensorFlow backend say compile(jit_compile=False), or leave it out "
-                    "[F72]"
+                    "compile(jit_compile=True): XLA compiles the whole training step, and a step compiled by XLA "
+                    "cannot communicate; with a DistributedOptimizer on the TensorFlow backend, pass "
+                    "jit_compile=False or leave it out [F72]"
                 )
             bound.arguments["jit_compile"] = False
         return compile_(*bound.args, **bound.kwargs)

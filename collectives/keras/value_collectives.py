@@ -103,8 +103,8 @@ def broadcast_global_variables(root_rank: int) -> None:
         of_tensorflow(root_rank)
         return
     raise InvalidArgumentError(
-        f"broadcast_global_variables({root_rank}): Keras 3 keeps no list of all variables; use"
-        f" BroadcastGlobalVariablesCallback({root_rank}) with fit, or broadcast_variables(model.variables, "
+        f"broadcast_global_variables({root_rank}): Keras 3 keeps no list of all variables; pass "
+        f"BroadcastGlobalVariablesCallback({root_rank}) to fit, or call broadcast_variables(model.variables, "
         f"root_rank={root_rank}) [F73]"
     )
 

@@ -126,7 +126,7 @@ class Plans(Builder[Choice, Plan]):
         why = "where the tensors of all ranks are mapped"
         self.log_choice("allreduce", pieces.total, dtype, "fused direct over mapped", why)
         if self._placement.reads_private:
-            why = "elsewhere, unless windows turn out to take less time"
+            why = "for other tensors, unless windows are measured to be faster"
             self.log_choice("allreduce", pieces.total, dtype, "fused direct over direct-read", why)
         start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
         blocks = MAPPED_BLOCK_BYTES // dtype.itemsize, DIRECT_BLOCK_BYTES // dtype.itemsize

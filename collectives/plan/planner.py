@@ -108,7 +108,7 @@ class Crossovers:
     """Bytes that a rank receives from all others, where the data travels with the words of the round."""
 
 
-_AS_ASKED = "algorithm as asked for"
+_AS_ASKED = "algorithm as requested"
 
 
 def is_reproducible(collective: str, algorithm: str | None) -> bool:
@@ -138,7 +138,9 @@ def forced_algorithm(
     if isinstance(algorithm, str):
         algorithm = registry.unsigned(algorithm)
     if algorithm not in names:
-        raise InvalidArgumentError(f"algorithm={algorithm!r}: {collective}{tensors} has {', '.join(names)} [A57]")
+        raise InvalidArgumentError(
+            f"algorithm={algorithm!r}: expected one of auto, {', '.join(names)} for {collective}{tensors} [A57]"
+        )
     chosen = registry.find(collective, algorithm)
     if chosen.why_not(hosts):
         raise InvalidArgumentError(f"{collective}: {chosen.why_not(hosts)}")
@@ -209,8 +211,8 @@ class Planner:
         reproducible = is_reproducible(collective, algorithm)
         if reproducible and ordered:
             raise InvalidArgumentError(
-                "algorithm='reproducible': a product of complex numbers is rounded differently by vectorized and plain "
-                "code; multiply the real and imaginary parts yourself [A80]"
+                "algorithm='reproducible' cannot multiply complex numbers, because vectorized and scalar code round "
+                "the product differently; multiply the real and imaginary parts yourself [A80]"
             )
         forced = None if reproducible else forced_algorithm(collective, algorithm, names, hosts)
         why_forced = _AS_ASKED
@@ -229,17 +231,19 @@ class Planner:
             chosen = registry.find(collective, name)
         if not chosen.by_messages and not (medium is Medium.WINDOW and self.placement.one_host):
             raise TransportError(
-                f"algorithm={chosen.name!r} works in the windows of one host only, not with {medium.value} on "
-                f"{len(self.placement.hosts)} hosts [A58]"
+                f"algorithm={chosen.name!r} works only through shared memory on one host, got transport "
+                f"{medium.value} and {len(self.placement.hosts)} hosts; leave algorithm out, or pass another [A58]"
             )
         if chosen.versioned and medium.in_place:
             medium, why_medium = Medium.WINDOW, f"window, which {chosen.name} needs"
         if chosen.name == registry.INLINE and not self.placement.carries:
-            raise TransportError("algorithm='inline': needs ranks whose rounds are held over TCP [A59]")
+            raise TransportError(
+                "algorithm='inline' needs ranks that coordinate over TCP; leave algorithm out, or pass another [A59]"
+            )
         if chosen.name == registry.NATIVE and not native:
             raise InvalidArgumentError(
-                "algorithm='native': MPI does not reduce this dtype and operation as we do, or there is no MPI here "
-                "[A60]"
+                "algorithm='native' is MPI's own all-reduce, which is not available for this call: MPI is not in "
+                "use, or would reduce this dtype and op differently; leave algorithm out, or pass another [A60]"
             )
         overlaps = chosen.overlaps or not medium.in_place
         return Choice(chosen.name, medium, self._block(chosen, nbytes, medium), overlaps, f"{why}; {why_medium}")
@@ -256,9 +260,9 @@ class Planner:
         forced = forced_algorithm(collective, algorithm, names, self.placement.hosts)
         if forced is not None and not forced.keeps_order(self.placement.hosts):
             raise InvalidArgumentError(
-                f"algorithm={algorithm!r}: adds in an order that depends on the message and the ranks' places, but "
-                "COLLECTIVES_REPRODUCIBLE asks for one order; leave algorithm out, or unset COLLECTIVES_REPRODUCIBLE "
-                "on all ranks [A81]"
+                f"algorithm={algorithm!r} adds in an order that depends on the message's size and on which hosts the "
+                "ranks are, but COLLECTIVES_REPRODUCIBLE requires a fixed order; leave algorithm out, or unset "
+                "COLLECTIVES_REPRODUCIBLE on all ranks [A81]"
             )
 
     def locates_tensors(self, nbytes: int, transport: str | None = None) -> bool:
@@ -313,7 +317,7 @@ class Planner:
         if forced == Medium.MAPPED.value and not placement.maps and placement.size > 1:
             raise TransportError(
                 "transport='mapped': the ranks of a host cannot map each other's memory here (containers may refuse "
-                "/proc/PID/fd); use 'auto' [A61]"
+                "/proc/PID/fd); pass transport='auto' [A61]"
             )
         if forced in ("auto", Medium.MAPPED.value):
             if mapped and self._serves_mapped(collective, algorithm):
@@ -330,13 +334,13 @@ class Planner:
             if algorithm is not None and algorithm.versioned:
                 return Medium.WINDOW, f"window, which {algorithm.name} needs"
             if not placement.reads_private:
-                return Medium.WINDOW, "window, because this system lets no process read its peers' memory"
+                return Medium.WINDOW, "window, because this system does not let a process read its peers' memory"
             return Medium.DIRECT, f"direct reads above {limit} bytes"
         if forced == _TCP and placement.size > 1 and placement.network not in ("", _TCP):
             raise TransportError(
-                f"transport='tcp': the messages of these ranks are carried by {placement.network}: set "
-                "COLLECTIVES_TRANSPORT=tcp on all ranks before init(), or use 'mpi', which means messages over any "
-                "network [A62]"
+                f"transport='tcp': these ranks send their messages over {placement.network}, not over TCP; set "
+                "COLLECTIVES_TRANSPORT=tcp on all ranks before init(), or pass transport='mpi', which sends messages "
+                "over any network [A62]"
             )
         by_name = {medium.value: medium for medium in Medium} | {_TCP: Medium.MESSAGE}
         medium = by_name.get(forced)
@@ -346,15 +350,15 @@ class Planner:
             return medium, "one rank"
         if medium is Medium.WINDOW and not placement.shares_memory:
             raise TransportError(
-                "transport='window': the ranks of a host cannot share memory here; use 'mpi', which means messages "
-                "over any network, or 'auto' [A64]"
+                "transport='window': the ranks of a host cannot share memory here; pass transport='mpi', which sends "
+                "messages over any network, or 'auto' [A64]"
             )
         if medium is Medium.DIRECT and not placement.reads_private:
             raise TransportError(
-                "transport='direct-read': this system does not let a process read its peers' memory (containers may "
-                "refuse process_vm_readv); use 'window' or 'auto' [A65]"
+                "transport='direct-read': this system does not let a process read the memory of other processes "
+                "(containers may refuse process_vm_readv); pass transport='window' or 'auto' [A65]"
             )
-        return medium, "medium as asked for"
+        return medium, "medium as requested"
 
     def _serves_mapped(self, collective: str, algorithm: Algorithm | None) -> bool:
         """Whether a forced algorithm can read and write the ranks' tensors where they lie."""
@@ -379,15 +383,15 @@ class Planner:
                 (
                     self.placement.carries and nbytes * (size - 1) <= limits.inline,
                     registry.INLINE,
-                    f"data travels with the round, up to {limits.inline} bytes from all peers",
+                    f"data is sent with the coordination messages, up to {limits.inline} bytes from all peers",
                 ),
-                (native and nbytes <= limits.native, "native", f"MPI's own up to {limits.native} bytes over messages"),
+                (native and nbytes <= limits.native, "native", f"MPI's own, up to {limits.native} bytes over messages"),
                 (
                     nbytes <= doubling and not ordered,
                     "recursive-doubling",
-                    f"fewest messages up to {doubling} bytes",
+                    f"fewest messages, up to {doubling} bytes",
                 ),
-                (not messages, "hierarchical", "several hosts, whose ranks share memory"),
+                (not messages, "hierarchical", "several hosts with ranks that share memory"),
                 (size == 2, "direct", "2 ranks over messages"),
                 (
                     self.placement.carries and nbytes > limits.straight,
@@ -417,14 +421,14 @@ class Planner:
                 (
                     nbytes <= limits.flat_broadcast,
                     "one-shot",
-                    f"every rank reads all, up to {limits.flat_broadcast} bytes",
+                    f"every rank reads the whole tensor, up to {limits.flat_broadcast} bytes",
                 ),
                 (True, "direct", f"above {limits.flat_broadcast} bytes"),
             )
         else:
             table = (
                 (messages and size > 8 and collective != "alltoall", "ring", "more than 8 ranks over messages"),
-                (True, "direct", "each block straight to the ranks that need it"),
+                (True, "direct", "each block goes straight to the ranks that need it"),
             )
         hosts = self.placement.hosts
         return next(

@@ -79,9 +79,14 @@ class Algorithm:
         size = sum(map(len, hosts))
         if size > 1 and self.sizes is not None and size not in self.sizes:
             served = ", ".join(map(str, sorted(self.sizes)[:8])) + ", ..." * (len(self.sizes) > 8)
-            return f"algorithm={self.name!r} was proved for {served} ranks, not for {size}; sizes= says for which"
+            return (
+                f"algorithm={self.name!r} was proved for {served} ranks, not for {size}; register it with sizes= that "
+                f"include {size}"
+            )
         if self.digest and self.spans_hosts and len({len(ranks) for ranks in hosts}) > 1:
-            return f"algorithm={self.name!r} serves hosts with equally many ranks, not {[len(r) for r in hosts]}"
+            return (
+                f"algorithm={self.name!r} needs the same number of ranks on every host, got {[len(r) for r in hosts]}"
+            )
         return ""
 
     @property

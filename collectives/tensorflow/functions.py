@@ -98,7 +98,7 @@ def _broadcast(variables: list[Any], root_rank: int, name: str | None, process_s
 def _read(variable: Any, number: int) -> Any:
     if not hasattr(variable, "assign"):
         raise InvalidArgumentError(
-            f"variables: expected variables, got a {detection.describe(variable)} as number {number} [F50]"
+            f"variables: expected variables, got a {detection.describe(variable)} at index {number} [F50]"
         )
     value = tf.convert_to_tensor(_value(variable))
     if value.dtype.name not in (*dtypes.NAMES, *dtypes.FLOAT8):
@@ -123,9 +123,9 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     """
     if tf.executing_eagerly():
         raise RuntimeError(
-            "hvd.broadcast_global_variables() works in graphs for sessions only, since eager execution keeps no list "
-            "of variables; use hvd.broadcast_variables(model.variables, root_rank) and (optimizer.variables, "
-            "root_rank) [F74]"
+            "hvd.broadcast_global_variables() works only in TensorFlow 1 graphs (sessions), because eager execution "
+            "keeps no list of variables; call hvd.broadcast_variables(model.variables, root_rank), and the same for "
+            "optimizer.variables [F74]"
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 

@@ -68,7 +68,7 @@ class GradientReduction:
             kinds = [_kind(grad) for grad in gradients]
             if len(gradients) != len(variables):
                 raise InvalidArgumentError(
-                    f"grads: expected as many as variables, {len(variables)}, got {len(gradients)} [F52]"
+                    f"grads: expected one gradient for each of {len(variables)} variables, got {len(gradients)} [F52]"
                 )
         positions = list(range(len(gradients)))
         if local:

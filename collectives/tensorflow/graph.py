@@ -68,8 +68,9 @@ def call(
     label = name or (f"{collective}_{tensors[0].name}" if tensors else collective)
     if _compiled_by_xla(graph):
         raise InvalidArgumentError(
-            f"{label}: XLA cannot compile a collective, which is a call to another process; leave jit_compile out of "
-            "the tf.function that calls it, or set it to False. In Keras: model.compile(..., jit_compile=False) [F75]"
+            f"{label}: XLA cannot compile a collective, because a collective communicates with other processes; "
+            "remove jit_compile=True from the tf.function that calls it. In Keras, pass jit_compile=False to "
+            "model.compile() [F75]"
         )
     types, shapes = list(types), [tf.TensorShape(shape) for shape in shapes]
     rank = local_ranks.of_call(graph)

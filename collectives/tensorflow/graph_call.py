@@ -90,8 +90,8 @@ def _number(root: Any) -> int:
         return int(root.__index__())
     except (AttributeError, TypeError):
         raise InvalidTypeError(
-            "root_rank: expected a rank that is known when the operation is made, got "
-            f"{detection.describe(root)}; pass an int [A19]"
+            f"root_rank: expected an int that is known when the graph is built, got {detection.describe(root)}; pass "
+            "a Python int [A19]"
         ) from None
 
 

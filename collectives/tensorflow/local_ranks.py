@@ -39,7 +39,8 @@ def of_call(graph: Any) -> Any:
         function = function.outer_graph
     if not hasattr(function, "capture_call_time_value"):
         raise InvalidArgumentError(
-            "collectives.local_world: graphs for sessions do not say which rank runs them; use tf.function [W9]"
+            "collectives.local_world: TensorFlow 1 graphs (sessions) do not say which rank runs them; use "
+            "tf.function [W9]"
         )
     rank = function.capture_call_time_value(_of_caller, tf.TensorSpec((), tf.int64), key=_KEY)
     # TensorFlow's own closure expects the input of a branch or a loop that calls the function. Not public.

@@ -69,7 +69,8 @@ def DistributedOptimizer(
     """
     if isinstance(optimizer, _WrappedOptimizer):
         raise InvalidArgumentError(
-            "optimizer: expected an optimizer, got one that DistributedOptimizer has wrapped already [F11]"
+            "optimizer: expected an optimizer, got one that DistributedOptimizer has wrapped already; wrap it only "
+            "once [F11]"
         )
     if op is Op.ADASUM and average_aggregated_gradients:
         raise InvalidArgumentError("Adasum does not support average_aggregated_gradients == True [F43]")

@@ -135,8 +135,8 @@ class OptimizerReduction:
         """
         if not self._accumulated:
             raise InvalidArgumentError(
-                "backward_passes_per_step: gradients that this optimizer has not combined cannot be applied past the "
-                "sums of the backward passes. Leave out skip_gradients_aggregation=True "
+                "backward_passes_per_step: this optimizer sums the gradients of several passes, so it cannot apply "
+                "gradients that it has not combined itself; leave out skip_gradients_aggregation=True "
                 "(experimental_aggregate_gradients=False), or backward_passes_per_step [F18]"
             )
         self._accumulated.clear()
@@ -213,8 +213,8 @@ class OptimizerReduction:
         keys = [variable_key(variable) for variable in variables]
         if self._variables not in (None, keys):
             raise InvalidArgumentError(
-                "backward_passes_per_step: expected the variables of the first backward pass, got others; make an "
-                "optimizer for each list [F19]"
+                "backward_passes_per_step: expected the same variables in every backward pass, got others than in "
+                "the first; make one optimizer for each list of variables [F19]"
             )
         self._variables = keys
         if self.counter is None:

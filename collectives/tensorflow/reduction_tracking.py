@@ -139,9 +139,9 @@ def confirm_reduced(
     if not doubtful or not communicates(reduction.process_set):
         return gradients
     text = (
-        "apply_gradients: the ranks' gradients differ, although compute_gradients, or a DistributedGradientTape, has "
-        "combined gradients of the same variables that were not applied. Apply what they have returned; or where "
-        "gradients are this rank's own, do not compute combined ones of the same variables before [M14]"
+        "apply_gradients: the ranks' gradients differ, but compute_gradients or a DistributedGradientTape has "
+        "combined gradients of the same variables that were not applied. Apply the gradients that it returned; or, "
+        "to apply gradients of this rank alone, do not combine gradients of the same variables first [M14]"
     )
     equal = _equal_on_all_ranks([gradients[at] for at in doubtful], reduction)
     if tf.executing_eagerly():

@@ -73,7 +73,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
             return super().call(inputs, training=True, mask=mask)
         if mask is not None and len(mask.shape) != len(inputs.shape) - 1:
             raise InvalidArgumentError(
-                f"mask: expected one dimension less than inputs, got {mask.shape} for {inputs.shape} [F85]"
+                f"mask: expected one dimension fewer than inputs, got shape {mask.shape} for inputs of shape "
+                f"{inputs.shape} [F85]"
             )
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)
         axis = self.axis[0] if isinstance(self.axis, (list, tuple)) else self.axis
@@ -115,7 +116,8 @@ def _flag(training: Any) -> bool:
     value = tf.get_static_value(training)
     if value is None:
         raise InvalidArgumentError(
-            "training: expected True or False, got a tensor whose value is not known while the graph is made [F86]"
+            "training: expected True or False, got a tensor whose value is not known while the graph is built; pass "
+            "a Python bool [F86]"
         )
     return bool(value)
 

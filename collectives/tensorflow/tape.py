@@ -103,7 +103,8 @@ def _wrapped(gradtape: Any, options: GradientOptions) -> Any:
         raise InvalidTypeError(f"gradtape: expected a tf.GradientTape, got {type(gradtape).__name__} [F13]")
     if isinstance(gradtape, _WrappedTape):
         raise InvalidArgumentError(
-            "gradtape: expected a tf.GradientTape, got one that DistributedGradientTape has wrapped already [F14]"
+            "gradtape: expected a tf.GradientTape, got one that DistributedGradientTape has wrapped already; wrap it "
+            "only once [F14]"
         )
     inner: Any = type(gradtape)
     tape: Any = object.__new__(_subclass(inner))

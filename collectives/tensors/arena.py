@@ -384,7 +384,7 @@ class Arena:
     def _tell(self, problem: Exception) -> None:
         level = logger.debug if self._has_warned else logger.warning
         self._has_warned = True
-        level("no more memory that other ranks can map (%s): further arrays lie in private memory", problem)
+        level("there is no more memory that other ranks can map (%s): new arrays are in private memory", problem)
 
     # ---- forks
 

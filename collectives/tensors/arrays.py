@@ -147,8 +147,8 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
             return cuda_tensors.view(tensor, argument=argument, writable=writable, stream=stream)
         if stream is not None:
             raise InvalidArgumentError(
-                f"stream: expected None for a tensor on the CPU, got {stream!r}: the numbers of {argument} "
-                f"({detection.describe(tensor)}) must be there when the operation is called [T55]"
+                f"stream: expected None for a tensor on the CPU, got {stream!r}: the values of {argument} "
+                f"({detection.describe(tensor)}) must be ready when the operation is called [T55]"
             )
         array, wrap = read
     dtype = array.dtype
@@ -214,8 +214,8 @@ def _read(tensor: Any, argument: str) -> Read | None:
         masked = sys.modules.get("numpy.ma")  # imported with the first masked array
         if masked is not None and isinstance(tensor, masked.MaskedArray):
             raise InvalidTypeError(
-                f"{argument}: masked arrays are refused because their mask would be lost; pass tensor.filled(...) or "
-                f"tensor.data [T27]"
+                f"{argument}: masked arrays are refused, because the mask would be lost; pass tensor.filled(...) or "
+                "tensor.data [T27]"
             )
         return tensor.view(np.ndarray), tensor.__array_wrap__
     if isinstance(tensor, np.generic):

@@ -45,7 +45,9 @@ def fingerprints(tensors: Any) -> list[Fingerprint]:
     by_name: dict[str, Fingerprint] = {}
     for name, tensor in _named(tensors):
         if name in by_name:
-            raise InvalidArgumentError(f"tensors: expected names that differ, got {name!r} twice [A37]")
+            raise InvalidArgumentError(
+                f"tensors: expected unique names, got {name!r} twice; give each tensor its own name [A37]"
+            )
         seen = view(tensor, argument=name)
         dtype = dtypes.name(seen.dtype)
         digest = hashlib.blake2b(f"{dtype}{seen.shape}".encode(), digest_size=16)
@@ -123,7 +125,7 @@ def _mismatch(
     return MismatchError(
         f"{subject} is not the same on every rank: {_ranks(odd)} {verb} from {_ranks(most)} in {aspect} [M13]:\n"
         + "\n".join(lines)
-        + "\nBroadcast the tensors from one rank, and see that every rank changes them alike."
+        + "\nBroadcast the tensors from one rank, and make sure that every rank changes them in the same way."
     )
 
 

@@ -165,7 +165,7 @@ def _from_torch(dtype: Any, argument: str) -> np.dtype[Any]:
     if name not in dtypes.NAMES:
         raise InvalidTypeError(
             f"{argument}: dtype {dtype} is not supported on a GPU; expected one of {', '.join(dtypes.NAMES)}: convert "
-            "it, or pass what it is made of, such as tensor.view(torch.uint8) [T21]"
+            "the tensor, or pass a view of its bytes, such as tensor.view(torch.uint8) [T21]"
         )
     return dtypes.resolve(name)
 

@@ -66,7 +66,10 @@ def by_interface(tensor: Any, argument: str, provider: CupyProvider, passed_stre
             "[T52]"
         )
     if interface.get("mask") is not None:
-        raise InvalidTypeError(f"{argument}: a masked {kind} is refused because its mask would be lost [T29]")
+        raise InvalidTypeError(
+            f"{argument}: a masked {kind} is refused, because the mask would be lost; pass the data without the mask "
+            "[T29]"
+        )
     address, read_only = interface["data"]
     dtype = np.dtype(interface["typestr"])
     if dtype.kind == "V":  # the interface has no name for bfloat16

@@ -36,8 +36,7 @@ class Strided(NamedTuple):
 
 
 NO_ELEMENTS = (
-    "on meta, where tensors have a shape and no elements: give it memory first, as by module.to_empty(device=...), "
-    "and values"
+    "on meta, where tensors have a shape but no elements: first give it memory (module.to_empty(device=...)) and values"
 )
 """The problem with a tensor of torch's meta device, and the remedy."""
 Extent = tuple[int, int, bool, Strided | None]

@@ -67,9 +67,9 @@ def _read_torch(tensor: Any, argument: str) -> Read | None:
         _refuse_nested(tensor, argument)
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise InvalidTypeError(
-                f"{argument}: expected a tensor with elements, got one inside of a transform of torch.func (grad, "
-                "vmap, jvp, ...): call there the functions of collectives.torch that block and return a new tensor, "
-                "such as collectives.torch.allreduce, and all others outside [T46]"
+                f"{argument}: expected a tensor with elements, got one inside a torch.func transform (grad, vmap, "
+                "jvp, ...): only the functions of collectives.torch that block and return a new tensor, such as "
+                "collectives.torch.allreduce, work there; call all others outside [T46]"
             ) from None
         array = _read_float8(plain, argument, error)
     return read_only(array) if lazy else array, _wrap_torch
@@ -84,8 +84,9 @@ def _read_float8(tensor: Any, argument: str, error: Exception) -> Array:
     if name in dtypes.NAMES:
         raise InvalidTypeError(f"{argument}: a {detection.describe(tensor)} cannot be read: {error} [T14]") from error
     raise InvalidTypeError(
-        f"{argument}: a {detection.describe(tensor)} of dtype {tensor.dtype} is not supported; {dtypes.OFFER}. Convert "
-        "it, or pass what it is made of, as by tensor.view(torch.uint8), torch.view_as_real or tensor.int_repr() [T25]"
+        f"{argument}: a {detection.describe(tensor)} of dtype {tensor.dtype} is not supported; {dtypes.OFFER}. "
+        "Convert the tensor, or pass the numbers under it: tensor.view(torch.uint8), torch.view_as_real(tensor) or "
+        "tensor.int_repr() [T25]"
     )
 
 
@@ -103,8 +104,8 @@ def _read_jax(tensor: Any, argument: str) -> Read | None:
     jax: Any = sys.modules["jax"]
     if isinstance(tensor, jax.core.Tracer):
         raise InvalidTypeError(
-            f"{argument}: expected a concrete jax array, got a tracer: call collectives.jax, or collectives outside "
-            f"jit, grad and vmap [T47]"
+            f"{argument}: expected a concrete jax array, got a tracer; call collectives.jax instead, or call "
+            "collectives outside jit, grad and vmap [T47]"
         )
     platforms = {device.platform for device in tensor.devices()}
     if platforms == {"gpu"}:
@@ -127,8 +128,8 @@ def _read_tensorflow(tensor: Any, argument: str) -> Read | None:
     tensorflow: Any = sys.modules["tensorflow"]
     if not hasattr(tensor, "numpy"):
         raise InvalidTypeError(
-            f"{argument}: expected an eager tensor, got a symbolic {detection.describe(tensor)}: call outside "
-            f"tf.function [T48]"
+            f"{argument}: expected an eager tensor, got a symbolic {detection.describe(tensor)}; call it outside "
+            "tf.function, or call collectives.tensorflow instead [T48]"
         )
     device = tensor.device or "CPU"
     if "GPU" in device:

@@ -15,7 +15,7 @@ import numpy as np
 from collectives.base.errors import InvalidTypeError
 from collectives.tensors import detection
 
-_IMMUTABLE = {"jax": "JAX arrays never change", "tensorflow": "TensorFlow's tensors do not stay where they are"}
+_IMMUTABLE = {"jax": "JAX arrays never change", "tensorflow": "TensorFlow's tensors do not stay at one address"}
 
 
 def check_mutable(tensor: Any) -> None:
@@ -27,7 +27,7 @@ def check_mutable(tensor: Any) -> None:
     if why is not None:
         raise InvalidTypeError(
             f"tensor: a persistent operation reads and writes the same memory in every start, and {why}; call the "
-            f"ordinary operation with this {detection.describe(tensor)}, or keep the numbers in a NumPy array [W32]"
+            f"ordinary operation with this {detection.describe(tensor)}, or keep the values in a NumPy array [W32]"
         )
 
 

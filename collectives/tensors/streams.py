@@ -57,7 +57,7 @@ def usable(stream: int, argument: str = "stream") -> int:
         raise InvalidArgumentError(
             f"{argument}: expected a stream that is the same in every thread, got the per-thread default stream "
             "(number 2, with CuPy from CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1), for which other threads cannot wait; "
-            "make another one current, such as cupy.cuda.Stream(non_blocking=True), or pass it as stream= [T58]"
+            "make another stream current, such as cupy.cuda.Stream(non_blocking=True), or pass it as stream= [T58]"
         )
     return stream
 

@@ -104,9 +104,9 @@ class AdasumSteps:
             skipped = self._skipped
             self.drop_gradients()
             raise MismatchError(
-                f"rank {world.ranks[world.rank]}: expected all ranks in the same step of Adasum, but since the last "
-                f"one some have left out more steps after a backward pass (here: {skipped}) than others; call "
-                f"optimizer.step() on every rank, or on none [M21]"
+                f"rank {world.ranks[world.rank]}: the ranks are at different steps of Adasum: after a backward pass, "
+                f"some skipped optimizer.step() more often than others (here: {skipped} times); call optimizer.step() "
+                "on every rank, or on none [M21]"
             )
         self._agreed = True
         if overflowing and not overflows:

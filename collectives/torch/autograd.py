@@ -260,8 +260,8 @@ def refuse_transforms_in_graph() -> None:
     """Refuse a transform that a compiler traces: torch has no rules there for operators of others."""
     if _in_transform():
         raise UnsupportedError(
-            "torch.compile does not look into the transforms of torch.func where they hold a collective: keep the "
-            "transformed function out of the graph (torch.compiler.disable) [F76]"
+            "torch.compile cannot trace a torch.func transform that contains a collective; exclude the transformed "
+            "function from the graph with torch.compiler.disable [F76]"
         )
 
 
@@ -297,7 +297,7 @@ class _Transformable(torch.autograd.Function):
     def jvp(ctx: Any, _: Any, *tangents: Any) -> tuple[Any, ...]:
         call, inputs = ctx.call, ctx.saved_tensors
         if not adjoints.is_linear(call.op):
-            raise call.refused("has no forward derivative; use a reverse one (torch.func.grad, vjp, jacrev) [F77]")
+            raise call.refused("has no forward-mode derivative; use reverse mode (torch.func.grad, vjp, jacrev) [F77]")
         chosen = [i for i, x in enumerate(inputs) if _has_gradient(x)]
         moving = [torch.zeros_like(inputs[i]) if tangents[i] is None else tangents[i] for i in chosen]
         spread = dict(zip(chosen, _apply(call.renamed(".tangent"), *moving), strict=True))
@@ -307,7 +307,7 @@ class _Transformable(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, call: DifferentiableCall, *tensors: Any) -> tuple[Any, Any]:
         """One collective of all examples, whose dimension becomes the last: rows stay the first."""
         if call.op is Op.ADASUM:
-            raise call.refused("cannot be vectorised, since it combines whole tensors; call it outside of vmap [F78]")
+            raise call.refused("cannot be vectorised, because it combines whole tensors; call it outside vmap [F78]")
         batched = [dim is not None for dim in in_dims[1:]]
         moved = [x.movedim(dim, -1) if at else x for x, dim, at in zip(tensors, in_dims[1:], batched, strict=True)]
         results = _apply(call, *moved)
@@ -325,10 +325,10 @@ def _run_in_transform(call: DifferentiableCall, tensors: Sequence[Any]) -> list[
             "cannot be recorded by torch.func.linearize or make_fx; use torch.func.jvp or torch.compile [F79]"
         )
     if _transforms_active() and functorch.peek_interpreter_stack().key() == functorch.TransformType.Functionalize:
-        raise call.refused("torch.func.functionalize has no rule for it; call it outside [F80]")
+        raise call.refused("cannot run inside torch.func.functionalize; call it outside [F80]")
     # vmap would have a batch of numbers pass for rows.
     if call.collective in ("allgather", "reducescatter") and not all(x.dim() for x in tensors):
-        raise call.refused("works along the first dimension, got a 0-d tensor; reshape it to (1,) [A30]")
+        raise call.refused("needs at least one dimension, got a 0-d tensor; reshape it to (1,) [A30]")
     return list(_apply(call, *tensors))
 
 

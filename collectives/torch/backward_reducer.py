@@ -154,8 +154,9 @@ class BackwardReducer:
         if self._newer:
             if self._last:
                 raise InvalidArgumentError(
-                    f"gradient of {slot.name!r}: expected the step() of an earlier DistributedOptimizer of it before "
-                    f"the next backward pass: its gradients are in flight; make a newer one after that step() [F21]"
+                    f"gradient of {slot.name!r}: it is still in flight from an earlier DistributedOptimizer; call "
+                    "that optimizer's step() before the next backward pass, or make the new optimizer after that "
+                    "step() [F21]"
                 )
             return  # that combines it
         if self.combined:
@@ -165,9 +166,9 @@ class BackwardReducer:
         if slot.left < 0:
             raise AssertionError(
                 f"gradient of {slot.name!r}: expected at most {self._passes} backward passes "
-                f"(backward_passes_per_step) before optimizer.step() or synchronize(), got one more; raise "
-                f"backward_passes_per_step to accumulate gradients locally. One pass counts several times for a layer "
-                f"that several reentrant checkpoints share: pass use_reentrant=False to them [F22]"
+                "(backward_passes_per_step) before optimizer.step() or synchronize(), got one more; raise "
+                "backward_passes_per_step to accumulate gradients locally. If several reentrant checkpoints share "
+                "this layer, one pass counts several times: pass use_reentrant=False to them [F22]"
             )
         alone = True
         # Losses that share no parameter have a backward pass each, so the last pass may be another parameter's.
@@ -245,10 +246,10 @@ class BackwardReducer:
             if id(grad_of(slot.param)) in kept:
                 option = "algorithm='reproducible'" if self._keeps_order else f"op={self._options.op.name}"
                 raise AssertionError(
-                    f"gradient of {slot.name!r}: expected no backward pass between reading gradients or "
-                    f"optimizer.synchronize(), which combine them, and optimizer.step() or zero_grad(): with "
-                    f"{option} it would combine them again; read them after the last backward pass, "
-                    f"and raise backward_passes_per_step to accumulate locally [F23]"
+                    f"gradient of {slot.name!r}: a backward pass came after the gradients were combined (by reading "
+                    f"one, or by optimizer.synchronize()) and before optimizer.step() or zero_grad(): with {option}, "
+                    "combining them again would give a wrong result; read gradients after the last backward pass, "
+                    "and raise backward_passes_per_step to accumulate locally [F23]"
                 )
 
     # ---- step
@@ -262,9 +263,9 @@ class BackwardReducer:
             return  # they are this rank's own yet, and a further pass may follow
         if in_backward_elsewhere(self._thread):
             raise InvalidArgumentError(
-                "parameter.grad: expected it to be read by the thread that trains, or when no backward pass is "
-                "under way: gradients are in flight and not complete; read them there, between backward() and "
-                "optimizer.step(), and hand over copies [F24]"
+                "parameter.grad: another thread read a gradient during a backward pass, while gradients are in "
+                "flight and incomplete; read gradients in the thread that trains, between backward() and "
+                "optimizer.step(), and pass copies to other threads [F24]"
             )
         self.synchronize(reads=True)
 
@@ -274,9 +275,8 @@ class BackwardReducer:
         for slot in submitted:
             if slot.param is param:
                 raise InvalidArgumentError(
-                    f"gradient of {slot.name!r}: expected it to be left alone within the backward pass, when it has "
-                    "left for the other ranks; read it in a hook of its own parameter, or after the backward pass "
-                    "[F25]"
+                    f"gradient of {slot.name!r}: a hook used it during the backward pass, after it was sent to the "
+                    "other ranks; read it in a hook of its own parameter, or after the backward pass [F25]"
                 )
 
     @exclusive
@@ -293,9 +293,9 @@ class BackwardReducer:
         """
         if self._newer and not self.begun:
             raise InvalidArgumentError(
-                f"optimizer of {(*self._slots, *self._frozen)[0].name!r}: expected step() of the newest "
-                f"DistributedOptimizer of its parameters, got that of an earlier one, which combines no gradients as "
-                f"long as the newer one exists; step the newer one, or delete it [F26]"
+                f"optimizer of {(*self._slots, *self._frozen)[0].name!r}: step() was called on an earlier "
+                "DistributedOptimizer of these parameters, which combines no gradients while a newer one exists; "
+                "call step() on the newest one, or delete that [F26]"
             )
         if self.combined:  # another thread has combined them
             return

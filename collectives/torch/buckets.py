@@ -182,9 +182,9 @@ class GradientBucket:
 
 def _refusal(slot: GradientSlot, what: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"gradient of {slot.name!r}: expected it to be left alone from backward() to optimizer.synchronize(), but it "
-        f"was {what} in between, through a tensor kept from before; read it as parameter.grad, which waits for it, or "
-        f"call optimizer.synchronize() first [F27]"
+        f"gradient of {slot.name!r}: it was {what} between backward() and optimizer.synchronize(), while it was in "
+        "flight, through a tensor obtained earlier; read it as parameter.grad, which waits for it, or call "
+        "optimizer.synchronize() first [F27]"
     )
 
 

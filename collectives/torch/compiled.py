@@ -155,8 +155,8 @@ def _where(process_set: ProcessSet | int, choices: Mapping[str, Any]) -> tuple[i
     others = [keyword for keyword, value in choices.items() if keyword not in _HELD and value is not None]
     if others:
         raise InvalidArgumentError(
-            f"{others[0]}: expected None inside of torch.compile, whose graph holds {' and '.join(_HELD)} alone; "
-            "call the function outside of the graph (torch.compiler.disable) [F81]"
+            f"{others[0]}: expected None inside torch.compile, which supports only {' and '.join(_HELD)}; leave it "
+            "out, or exclude the function from the graph with torch.compiler.disable [F81]"
         )
     if not isinstance(process_set, int):
         world_of(process_set)  # refuses one that was not added

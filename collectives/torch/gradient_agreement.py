@@ -73,17 +73,16 @@ class Tally:
         _, ranks, combined, squares, reading, idle, *_ = self._sums.tolist()
         if ranks * squares != combined * combined:  # the variance is not 0
             raise MismatchError(
-                f"rank {rank}: gradients were combined with those of another step on another rank, which has combined "
-                f"them more or less often since its last step (here: {self.combined} times before); call "
-                f"optimizer.step() and synchronize(), and read gradients between two backward passes, equally often on "
-                f"every rank [M15]"
+                f"rank {rank}: gradients of different steps were combined, because since its last step another rank "
+                f"combined gradients more or less often than this rank ({self.combined} times); call optimizer.step() "
+                "and synchronize(), and read gradients between two backward passes, equally often on every rank [M15]"
             )
         if reading and idle:
             raise MismatchError(
-                f"rank {rank}: {reading} of {ranks} ranks read gradients before optimizer.step(), where {idle} had no "
-                f"backward pass, and came in optimizer.step() only: what the others do to gradients, such as clipping, "
-                f"would not be done there; call optimizer.synchronize() on every rank before gradients are read, or "
-                f"optimizer.step() on none that has no data [M16]"
+                f"rank {rank}: {reading} of {ranks} ranks read gradients before optimizer.step(), but {idle} had no "
+                "backward pass and called only optimizer.step(), so they would miss what the others do to gradients, "
+                "such as clipping; call optimizer.synchronize() on every rank before gradients are read, or do not "
+                "call optimizer.step() on a rank without data [M16]"
             )
 
 
@@ -119,7 +118,7 @@ def disagree(world: World, prefix: str, buckets: Sequence[GradientBucket]) -> No
     with world.composed(prefix + name for name in sorted(submitted - in_flight)):  # ranks need not wait for these
         raise MismatchError(
             f"rank {rank}: expected the same gradients on every rank: rank {rank} has {here}; rank {number} has "
-            f"{there}; change, add and unfreeze parameters between the same steps on every rank [M17]"
+            f"{there}; change, add and unfreeze parameters at the same step on every rank [M17]"
         )
 
 
@@ -143,7 +142,7 @@ def refuse_swapped(slots: Sequence[GradientSlot]) -> None:
     for slot in slots:
         if slot.param._cdata != slot.hooked:
             raise InvalidArgumentError(
-                f"gradient of {slot.name!r}: expected the parameter to keep its tensor, to which the hook belongs, "
-                f"but torch has swapped it (torch.__future__.set_swap_module_params_on_conversion); make the "
-                f"DistributedOptimizer after the model is converted or loaded [F28]"
+                f"gradient of {slot.name!r}: torch has replaced the parameter's tensor, on which DistributedOptimizer "
+                "had a hook (torch.__future__.set_swap_module_params_on_conversion); make the DistributedOptimizer "
+                "after the model is converted or loaded [F28]"
             )

@@ -86,8 +86,8 @@ class GradientSlot:
         grad = grad_of(self.param)
         if grad.layout is not torch.strided:
             raise InvalidArgumentError(
-                f"gradient of {self.name!r}: expected a dense one with algorithm='reproducible' and several backward "
-                f"passes, got one with layout {grad.layout} [A82]"
+                f"gradient of {self.name!r}: algorithm='reproducible' with several backward passes needs dense "
+                f"gradients, got layout {grad.layout}; make the layer's gradient dense (sparse=False) [A82]"
             )
         carried = self.passes - self.left
         while carried & 1:

@@ -86,6 +86,6 @@ def synchronize(handle: Handle[Result] | Derived[Result], timeout: float | None 
 def _a_handle(handle: Handle[Result] | Derived[Result]) -> Handle[Result] | Derived[Result]:
     if not isinstance(handle, (Handle, Derived)):
         raise InvalidTypeError(
-            f"handle: expected what an asynchronous operation returned, got {type(handle).__name__} [A39]"
+            f"handle: expected the handle that an asynchronous operation returned, got {type(handle).__name__} [A39]"
         )
     return handle

@@ -101,8 +101,8 @@ def _allocate(
 ) -> torch.Tensor:
     if device is not None and torch.device(device).type != "cpu":
         raise InvalidArgumentError(
-            f"device: expected cpu, got {device}: only host memory is mapped this way; the memory of tensors on GPUs "
-            f"is mapped wherever it was allocated [T41]"
+            f"device: expected cpu, got {device}: this function allocates host memory only; tensors on GPUs need no "
+            "such allocation [T41]"
         )
     kind = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(kind, torch.dtype):

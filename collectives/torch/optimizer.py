@@ -109,7 +109,8 @@ def DistributedOptimizer(
     """
     if isinstance(optimizer, (GradientSteps, AdasumSteps)):
         raise ValueError(
-            "optimizer: expected a torch optimizer, got one that DistributedOptimizer has wrapped already [F15]"
+            "optimizer: expected a torch optimizer, got one that DistributedOptimizer has wrapped already; wrap it "
+            "only once [F15]"
         )
     if isinstance(groups, (list, tuple)):  # of any collections of parameters, such as a ParameterList
         groups = [list(each) if isinstance(each, Iterable) and not torch.is_tensor(each) else each for each in groups]
@@ -126,8 +127,8 @@ def DistributedOptimizer(
     )
     if algorithm == REPRODUCIBLE and backward_passes_per_step > 1 and gradient_as_bucket_view:
         raise InvalidArgumentError(
-            "gradient_as_bucket_view: expected False with algorithm='reproducible' and several backward passes, whose "
-            "gradients are kept apart [A83]"
+            "gradient_as_bucket_view: expected False, because algorithm='reproducible' keeps the gradients of each "
+            "of several backward passes apart; leave gradient_as_bucket_view out [A83]"
         )
     chosen = options.grouped("parameter", "torch.Tensor", _identity)
     named = _named(optimizer, named_parameters)
@@ -211,7 +212,7 @@ class GradientSteps:
         if self._should_synchronize and self._synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-                "Here that combines no gradient twice, but Horovod does: call step() within "
+                "Here the gradients are combined only once, but Horovod would combine them twice: call step() within "
                 "optimizer.skip_synchronize(). [F29]",
                 stacklevel=3,
             )

@@ -124,12 +124,15 @@ def _named(params: Any) -> Tensors:
         if not isinstance(value, torch.Tensor):
             others += [] if value is None else [f"{name}, a {detection.describe(value)}"]
         elif name in tensors:
-            raise InvalidArgumentError(f"params: expected names that differ, got {name!r} twice [F62]")
+            raise InvalidArgumentError(
+                f"params: expected unique names, got {name!r} twice; give each tensor its own name [F62]"
+            )
         else:
             tensors[name] = value
     if others and not tensors:
         raise InvalidArgumentError(
-            f"params: expected tensors, got none among {len(others)} values; the first is {others[0]} [F63]"
+            f"params: expected tensors, but none of the {len(others)} values is a tensor; the first is {others[0]} "
+            "[F63]"
         )
     return tensors
 
@@ -154,20 +157,19 @@ def refuse_unreachable(what: str, tensor: Any) -> None:
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(tensor, distributed.DTensor):
         raise InvalidTypeError(
-            f"{what}: expected a tensor of this rank, got a DTensor, which torch.distributed keeps spread over ranks "
-            "and reduces itself; use the torch optimizer as it is with FSDP and tensor parallelism, or pass "
-            "full_tensor() of it [T42]"
+            f"{what}: expected a tensor of this rank, got a DTensor, which torch.distributed divides among the ranks "
+            "and reduces itself; with FSDP or tensor parallelism use the torch optimizer unwrapped, or pass "
+            "tensor.full_tensor() [T42]"
         )
     if torch.nn.parameter.is_lazy(tensor):
         raise InvalidTypeError(
-            f"{what}: expected numbers, got a parameter of a lazy module; run a forward pass first, which gives it a "
-            "shape [T43]"
+            f"{what}: expected a tensor with values, got a parameter of a lazy module, which has no shape yet; run a "
+            "forward pass first [T43]"
         )
     if tensor.is_meta:
         raise InvalidTypeError(
-            f"{what}: expected numbers, got a tensor on the meta device, which holds none; make it real first, by "
-            "model.to_empty(device='cpu') and loading or broadcasting parameters, and make the optimizer after that "
-            "[T44]"
+            f"{what}: expected a tensor with values, got one on the meta device, which holds none; first call "
+            "model.to_empty(device='cpu') and load or broadcast the parameters, then make the optimizer [T44]"
         )
 
 

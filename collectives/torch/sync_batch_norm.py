@@ -145,8 +145,7 @@ def _counterpart(kind: type[SyncBatchNorm], module: Any, process_set: ProcessSet
     lazy: Any = module
     if isinstance(module, LazyModuleMixin) and lazy.has_uninitialized_params():
         raise InvalidArgumentError(
-            f"module: {module} does not know its number of channels yet; run the model once before it is converted "
-            "[F88]"
+            f"module: {module} does not know its number of channels yet; run the model once before you convert it [F88]"
         )
     result = kind(
         module.num_features,

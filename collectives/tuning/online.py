@@ -144,16 +144,18 @@ class Tuning:
             )
             return
         if not self._training.repeats:
-            why = "no operation has come twice, so that no step of a training could be told"
+            why = "no operation was called twice, so that no training step could be recognised"
         elif self._steps_seen < (needed := 1 + self._steps * (self._warmup + 1)):
             why = (
-                f"{self._steps_seen} steps were seen, and the first sample ends after {needed} "
+                f"it saw {self._steps_seen} steps, but the first sample ends after {needed} "
                 f"(COLLECTIVES_AUTOTUNE_STEPS={self._steps} for each sample, "
                 f"COLLECTIVES_AUTOTUNE_WARMUP={self._warmup} samples discarded)"
             )
         else:
             why = "the steps moved no bytes"
-        logger.warning("autotune: nothing was sampled: %s; settings stay as they were: %s [U18]", why, self.settings)
+        logger.warning(
+            "autotune: sampled nothing, because %s; settings stay as they were: %s [U18]", why, self.settings
+        )
 
     def _apply(self, settings: TunedSettings) -> None:
         self.settings = settings

@@ -496,7 +496,7 @@ def test_arguments_that_do_not_fit_are_named(world: Any) -> None:
     with pytest.raises(ValueError, match=f"expected {size()} tensors, one for each rank; got 1"):
         dist.all_gather([torch.zeros(4)], of(rank()))
     shares = [torch.zeros(2 + share) for share in range(size())]
-    with pytest.raises(ValueError, match=f"expected the {2 + rank()} elements of this rank's tensor"):
+    with pytest.raises(ValueError, match=f"expected {2 + rank()} elements, as in this rank's tensor"):
         dist.reduce_scatter(torch.zeros(9), shares)
     with pytest.raises(ValueError, match="rows that"):
         dist.all_to_all_single(torch.zeros(size() + 1), torch.zeros(size() + 1))

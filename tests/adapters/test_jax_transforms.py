@@ -322,7 +322,7 @@ def test_pmap_and_shard_map_are_told_what_to_do(hvd: Any) -> None:
     mapped = shard_map(lambda x: hvd.allreduce(x), mesh=mesh, in_specs=spec, out_specs=spec)
     for call in (jax.pmap(lambda x: hvd.allreduce(x), devices=jax.local_devices()[:2]), jax.jit(mapped)):
         with pytest.raises(
-            InvalidArgumentError, match=r"inside of pmap or shard_map over 2 devices.*y\[0\] .* within jax\.jit"
+            InvalidArgumentError, match=r"inside pmap or shard_map over 2 devices.*y\[0\] .* within jax\.jit"
         ):
             call(jnp.ones((2, 3)))
     assert float(hvd.allreduce(jnp.float32(1), op=hvd.Sum)) == hvd.size()

@@ -196,7 +196,7 @@ def test_values(hvd: Any) -> None:
 
 
 def test_what_it_refuses(hvd: Any) -> None:
-    with pytest.raises(TypeError, match="expected one of Keras 2"):
+    with pytest.raises(TypeError, match="expected a Keras 2 optimizer"):
         hvd.DistributedOptimizer("sgd")
     with pytest.raises(ValueError, match="wrapped already"):
         hvd.DistributedOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD()))

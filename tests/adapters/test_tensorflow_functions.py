@@ -234,5 +234,5 @@ def test_a_root_that_is_a_tensor(hvd: Any) -> None:
     last = hvd.join()
     hvd.broadcast_variables([variable], root_rank=last)
     assert variable.numpy() == int(last)
-    with pytest.raises(TypeError, match=r"root_rank: expected a rank that is known .* pass an int"):
+    with pytest.raises(TypeError, match=r"root_rank: expected an int that is known .* pass a Python int"):
         tf.function(lambda root: hvd.broadcast(variable, root))(last)

@@ -84,7 +84,7 @@ def test_no_keyword_is_dropped(
     passed = {keyword: value for keyword, value in every_keyword.items() if keyword in KEYWORDS[name]}
     if not begins:
         for keyword in REFUSED:
-            with pytest.raises(Exception, match=f"{keyword}: expected None inside of torch.compile"):
+            with pytest.raises(Exception, match=f"{keyword}: expected None inside torch.compile"):
                 whole(functools.partial(function, **{keyword: passed.pop(keyword)}))(*wants)
     call = functools.partial(function, **passed)
     result = (torch.compile(lambda *given: call(*given), backend="eager") if begins else whole(call))(*wants)

@@ -294,7 +294,11 @@ test_checkpointing_of_a_shared_layer = recipe()(partial(checkpointed, reentrant=
 def test_reentrant_checkpointing_of_a_shared_layer(side: Side, model: Model) -> None:
     """Refused on every rank; training goes on without."""
     attempt = partial(checkpointed, side, copy.deepcopy(model), reentrant=True, shared=True)
-    side.refuses(attempt, AssertionError, "several reentrant checkpoints share: pass use_reentrant=False")
+    side.refuses(
+        attempt,
+        AssertionError,
+        "several reentrant checkpoints share this layer, one pass counts several times: pass use_reentrant=False",
+    )
     checkpointed(side, model, reentrant=False, shared=True)
 
 

@@ -149,7 +149,7 @@ def test_reading_between_the_passes_of_a_window(hvd: Any, options: dict[str, str
     (weight.sum() * (hvd.rank() + 1)).backward()
     assert weight.grad[0] == {"Sum": mean * hvd.size(), "Max": hvd.size()}.get(options.get("op", ""), mean)
     if options:
-        with pytest.raises(AssertionError, match=r"expected no backward pass between reading gradients.*\[F23\]"):
+        with pytest.raises(AssertionError, match=r"a backward pass came after the gradients were combined.*\[F23\]"):
             weight.sum().backward()
         return
     for _ in range(2):

@@ -225,10 +225,10 @@ def test_parameters_that_differ_in_shape_or_name_are_named_on_every_rank(hvd: An
         (3, "params: expected a mapping of names to tensors (a state_dict), or an iterable of tensors"),
         (torch.ones(3), "got torch.Tensor"),
         ("weight", "got str"),
-        ([("a", torch.ones(1)), ("a", torch.ones(1))], "params: expected names that differ, got 'a' twice"),
+        ([("a", torch.ones(1)), ("a", torch.ones(1))], "params: expected unique names, got 'a' twice"),
         (
             {"state": {}, "param_groups": []},
-            "params: expected tensors, got none among 2 values; the first is state, a dict",
+            "params: expected tensors, but none of the 2 values is a tensor; the first is state, a dict",
         ),
         ([torch.ones(3).expand(2, 3)], "share memory"),
         (

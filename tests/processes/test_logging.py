@@ -32,7 +32,9 @@ def test_info_is_one_line_on_one_rank(mpi: str) -> None:
     assert [len(lines) for lines in said] == [3, 1], str(result)
     world = rf"INFO \[rank 0 on [^]]+\]: 2 ranks on 1 host, connected by {MPI[mpi]}; transports: within a host windows"
     assert re.search(world, said[0][0]), str(result)
-    assert "COLLECTIVES_LOG_LEVLE is no setting; did you mean COLLECTIVES_LOG_LEVEL?" in said[0][1], str(result)
+    assert "COLLECTIVES_LOG_LEVLE is not a setting of collectives; did you mean COLLECTIVES_LOG_LEVEL?" in said[0][1], (
+        str(result)
+    )
     for rank, lines in enumerate(said):
         assert re.search(rf"WARNING \[rank {rank} on [^]]+\]: from every rank", lines[-1]), str(result)
 
@@ -49,7 +51,7 @@ def test_debug_says_what_was_chosen_and_why_once_for_each_plan() -> None:
     ], str(result)
     assert "one-shot over window" in plans[0] and "one round, up to 32768 bytes" in plans[0], plans[0]
     assert "direct over direct-read" in plans[1] and "above 524288 bytes" in plans[1], plans[1]
-    assert "ring over window" in plans[2] and "algorithm as asked for" in plans[2], plans[2]
+    assert "ring over window" in plans[2] and "algorithm as requested" in plans[2], plans[2]
     assert "fused one-shot over window" in plans[3] and "segments of 56 bytes" in plans[3], plans[3]
     assert " DEBUG " not in result.ranks[1], str(result)
 
@@ -57,4 +59,4 @@ def test_debug_says_what_was_chosen_and_why_once_for_each_plan() -> None:
 def test_debug_says_why_mpi_reduces_by_itself() -> None:
     result = run_ranks(2, PROGRAM, env={"COLLECTIVES_LOG_LEVEL": "debug", "COLLECTIVES_TRANSPORT": "mpi"})
     (plan,) = [line for line in result.ranks[0].splitlines() if "of 56 bytes of float64" in line]
-    assert "native over mpi" in plan and "up to 2048 bytes" in plan and "medium as asked for" in plan, plan
+    assert "native over mpi" in plan and "up to 2048 bytes" in plan and "medium as requested" in plan, plan

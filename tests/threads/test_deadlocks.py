@@ -36,7 +36,7 @@ def run(size: int, program: Callable[[World], None]) -> None:
 @CALLS
 @pytest.mark.parametrize("names", [("a", "b"), ("a", None)])
 def test_what_is_waited_for_fails_on_every_rank(call: Call, names: tuple[str | None, ...]) -> None:
-    """Each learns who waits for what and where, and who has not asked for it; then the ranks go on."""
+    """Each learns who waits for what and where, and who has not submitted it; then the ranks go on."""
     size = 3
 
     def program(world: World) -> None:
@@ -50,11 +50,12 @@ def test_what_is_waited_for_fails_on_every_rank(call: Call, names: tuple[str | N
             and f"test_deadlocks.py:{call.__code__.co_firstlineno + 1}" in message
         )
         for rank in range(size):
-            others = ", ".join(str(other) for other in range(size) if min(other, 1) != min(rank, 1))
+            others = [str(other) for other in range(size) if min(other, 1) != min(rank, 1)]
+            who = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
             name = names[min(rank, 1)]
             asked = "" if name is None else f"name={name!r}, "
             assert f"  rank {rank}: waits for allreduce({asked}dtype=" in message, message
-            assert f"in {call.__name__}, for which rank {others} has not asked\n" in message, message
+            assert f"in {call.__name__} (not submitted by {who})\n" in message, message
         assert ("order of calls" in message) == (None in names)
         for name in ("a", "b", None):
             x[:] = world.rank + 1.0
@@ -85,10 +86,10 @@ def test_what_one_rank_waits_for_fails_also_where_it_is_only_in_flight() -> None
     def program(world: World) -> None:
         ones = np.ones(2)
         begun = world.allreduce_async(ones, average=False, name="a") if world.rank == 1 else None
-        with pytest.raises(MismatchError, match=r"name='a'.*for which rank 2 has not asked"):
+        with pytest.raises(MismatchError, match=r"name='a'.*not submitted by rank 2"):
             world.allreduce(ones, name="a" if world.rank == 0 else "b")
         if begun is not None:
-            with pytest.raises(MismatchError, match=r"name='a'.*for which rank 2 has not asked"):
+            with pytest.raises(MismatchError, match=r"name='a'.*not submitted by rank 2"):
                 world.synchronize(begun)
         for name in ("a", "b"):
             assert world.allreduce(ones, average=False, name=name)[0] == world.size
@@ -164,7 +165,7 @@ def test_names_of_the_first_step_never_meet_those_of_the_second() -> None:
 
 def test_an_unnamed_mismatch_says_what_to_do() -> None:
     def program(world: World) -> None:
-        with pytest.raises(MismatchError, match=r"order of calls: name the operations.*shutdown\(\) and init\(\)"):
+        with pytest.raises(MismatchError, match=r"order of calls; pass name=.*shutdown\(\) and init\(\)"):
             world.allreduce(np.ones(2 + world.rank))
 
     run(2, program)

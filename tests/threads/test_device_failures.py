@@ -125,12 +125,13 @@ def test_a_rank_uses_one_gpu() -> None:
         np.testing.assert_array_equal(maker.host(world.allreduce(ones(maker))), 1)
         moved = elsewhere(np.ones(10))
         with pytest.raises(
-            InvalidArgumentError, match=f"rank {world.rank}: .*expected device {world.rank}.*got device {other.index}"
+            InvalidArgumentError,
+            match=f"rank {world.rank}: .*expected a tensor on GPU {world.rank}.*got one on GPU {other.index}",
         ):
             world.allreduce(moved)
         np.testing.assert_array_equal(maker.host(world.allreduce(ones(maker))), 1)
         # One rank alone is wrong: the others are told as well.
-        with pytest.raises(InvalidArgumentError if world.rank else MismatchError, match="expected device 1"):
+        with pytest.raises(InvalidArgumentError if world.rank else MismatchError, match="expected a tensor on GPU 1"):
             world.allreduce_(moved if world.rank else ones(maker))
         np.testing.assert_array_equal(maker.host(world.allreduce(ones(maker))), 1)
         np.testing.assert_array_equal(strange.host(moved), 1)

@@ -31,9 +31,9 @@ def test_the_transports_are_said_once_and_each_choice_once(caplog: pytest.LogCap
         len([text for text in said if text.startswith("GPU tensors: 2 ranks on 1 GPUs; CUDA IPC (yes), NCCL (")]) == 1
     ), said
     assert [text for text in said if " on GPUs: " in text] == [
-        "allreduce of 4000 bytes on GPUs: direct over cuda-ipc (each block straight to the ranks that need it; "
+        "allreduce of 4000 bytes on GPUs: direct over cuda-ipc (each block goes straight to the ranks that need it; "
         "ranks of one host)",
-        "allgather of 8000 bytes on GPUs: auto over host (transport as asked for)",
+        "allgather of 8000 bytes on GPUs: auto over host (transport as requested)",
     ], said
 
 

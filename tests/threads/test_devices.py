@@ -369,7 +369,7 @@ def test_unused_memory_is_released_by_all_ranks_together() -> None:
                 np.testing.assert_array_equal(maker.host(result), 2.0)
         world.remove_process_set([0, 1], child)
         if world.rank:
-            with pytest.raises(MismatchError, match=r"empty_cache.* needs every rank, but rank 0 has joined"):
+            with pytest.raises(MismatchError, match=r"empty_cache.* needs every rank, but rank 0 has called join"):
                 world.empty_cache()
         world.join()
 

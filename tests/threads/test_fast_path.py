@@ -222,7 +222,7 @@ def test_an_array_of_another_layout_or_dtype_is_another_request() -> None:
                 world.allreduce_(table, ops=Op.SUM)
             with pytest.raises(InvalidTypeError, match="name"):
                 world.allreduce_(table, name=["unhashable"])  # type: ignore[arg-type]
-            with pytest.raises(InvalidArgumentError, match="supersedes"):
+            with pytest.raises(InvalidArgumentError, match="either average or op"):
                 world.allreduce_(table, average=True, op=Op.SUM)
 
     thread_groups.run(2, run, make_world=World)

@@ -84,7 +84,9 @@ def test_it_is_moved_and_not_reduced(make: Any, name: str) -> None:
             lambda: world.reducescatter(own, Op.MAX),
             lambda: world.allreduce_init(np.zeros(2, dtypes.resolve(name))),
         ):
-            with pytest.raises(InvalidTypeError, match=f"op=.*{name}.*convert it to float16, bfloat16 or float32"):
+            with pytest.raises(
+                InvalidTypeError, match=f"op=.*{name}.*convert the tensor to float16, bfloat16 or float32"
+            ):
                 reduce()
         assert world.allreduce(np.ones(1), op=Op.SUM).tolist() == [size]
 

@@ -78,7 +78,7 @@ def test_memory_that_an_operation_in_flight_writes_is_refused_to_another(second:
             first = world.allreduce_async_(b, average=False, name="first")
             with pytest.raises(InvalidArgumentError) as caught:
                 second(world, b)
-            for part in ("rank 1: ", "'first'", "submitted at", __file__, "synchronize that one first", "a copy"):
+            for part in ("rank 1: ", "'first'", "submitted at", __file__, "synchronize that operation first", "a copy"):
                 assert part in str(caught.value)
             refused.set()
         else:

@@ -127,7 +127,7 @@ def test_ranks_that_registered_different_ones_all_say_so(monkeypatch: pytest.Mon
     them."""
 
     def program(world: World) -> None:
-        with pytest.raises(MismatchError, match=r"disagree.* in algorithm(.*\n)*.*own-star@[0-9a-f]{8}-[01]'"):
+        with pytest.raises(MismatchError, match=r"disagree on algorithm(.*\n)*.*own-star@[0-9a-f]{8}-[01]'"):
             world.allreduce(np.ones(4), algorithm="own-star", name="differs")
         np.testing.assert_array_equal(world.allreduce(np.ones(4)), np.ones(4))
 

@@ -113,7 +113,7 @@ def test_what_needs_every_rank_is_refused_while_one_has_joined(what: str, tmp_pa
             "start_timeline": lambda: world.start_timeline(tmp_path / "trace.json"),
             "tune": lambda: world.tune(),
         }[what]
-        with pytest.raises(MismatchError, match="rank 2 has joined"):
+        with pytest.raises(MismatchError, match=r"rank 2 has called join\(\)"):
             act()
         np.testing.assert_array_equal(world.allreduce(np.ones(2), average=False), 2.0)
         world.join()
@@ -177,7 +177,7 @@ def test_shutting_down_ends_what_another_thread_waits_for() -> None:
             assert caught and not thread.is_alive()
             # Whether a round had been entered by then, so that the other rank was counting on this one, is a matter of
             # time.
-            assert isinstance(caught[0], NotInitializedError) or "never everywhere; synchronize them first" in str(
+            assert isinstance(caught[0], NotInitializedError) or "never everywhere; synchronize them before" in str(
                 caught[0]
             )
 

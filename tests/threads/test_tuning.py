@@ -179,8 +179,8 @@ def test_a_broadcast_of_the_parameters_comes_first(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("steps", "level", "said"),
     [
-        (0, logging.WARNING, "nothing was sampled: no operation has come twice"),
-        (2, logging.WARNING, "nothing was sampled: 1 steps were seen, and the first sample ends after 5"),
+        (0, logging.WARNING, "sampled nothing, because no operation was called twice"),
+        (2, logging.WARNING, "sampled nothing, because it saw 1 steps, but the first sample ends after 5"),
         (7, logging.INFO, "ended after 1 of 6 samples"),
     ],
 )

@@ -45,8 +45,8 @@ _GO_ON = 2.0
 """Seconds for which a job goes on after an attack: many beats."""
 _SETTINGS = {"timeout": 20.0, "peer_timeout": 2.0, "local_size": 1, "network": "tcp"}
 _REASON = re.compile(
-    "[^\n]*(seal of what rank|its seal is wrong|something in between has changed it|not what that rank has signed|"
-    "was not signed with this job's key)[^\n]*"
+    "[^\n]*(signature of data from rank|its signature is wrong|the data was altered on the way|"
+    "not what that rank has signed|was not signed with this job's key)[^\n]*"
 )
 
 

@@ -187,9 +187,10 @@ def test_what_is_given_is_told_from_the_defaults() -> None:
     [
         (
             "COLLECTIVES_FUSION_TRESHOLD",
-            "COLLECTIVES_FUSION_TRESHOLD is no setting; did you mean COLLECTIVES_FUSION_THRESHOLD? [A67]",
+            "COLLECTIVES_FUSION_TRESHOLD is not a setting of collectives; did you mean COLLECTIVES_FUSION_THRESHOLD? "
+            "[A67]",
         ),
-        ("COLLECTIVES_QUX", "COLLECTIVES_QUX is no setting of collectives [A67]"),
+        ("COLLECTIVES_QUX", "COLLECTIVES_QUX is not a setting of collectives [A67]"),
     ],
 )
 def test_a_misspelt_variable_is_told_with_what_was_meant(variable: str, said: str) -> None:

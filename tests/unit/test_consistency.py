@@ -120,7 +120,7 @@ def test_a_difference_in_values_names_the_tensor_and_the_odd_rank() -> None:
     digests = [fingerprints(tensors)[1].digest.hex()[:8] for tensors in (good, bad)]
     assert said[1] == f"  ranks 0-1, 3: float64 of shape (2,), values with digest {digests[0]}"
     assert said[2] == f"  rank 2: float64 of shape (2,), values with digest {digests[1]}"
-    assert said[3] == "Broadcast the tensors from one rank, and see that every rank changes them alike."
+    assert said[3] == "Broadcast the tensors from one rank, and make sure that every rank changes them in the same way."
     assert len(said) == 4
 
 

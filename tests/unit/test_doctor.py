@@ -142,7 +142,7 @@ def test_a_connection_is_measured_with_the_token_alone() -> None:
     link = links.dial("127.0.0.1", port, right, 0.01)
     assert link["latency"] > 0
     assert link["bandwidth"] > 0
-    assert "has refused this one" in links.dial("127.0.0.1", port, wrong, 0.01)["error"]
+    assert "has refused this connection" in links.dial("127.0.0.1", port, wrong, 0.01)["error"]
 
 
 def test_a_port_where_nobody_listens() -> None:

@@ -53,4 +53,4 @@ def test_the_messages_of_other_libraries_lead_to_codes_that_exist() -> None:
 def test_a_text_is_shown_with_the_names_of_its_values() -> None:
     message = next(message for message in error_codes.messages() if message.path == "engine/negotiation.py")
     assert message.kind == "MismatchError"
-    assert message.text.startswith("rank …rank…: the ranks disagree…subject… in …differing…; no tensor was touched:\n")
+    assert message.text.startswith("rank …rank…: the ranks disagree on …differing……subject…; no tensor was changed:\n")

@@ -233,4 +233,4 @@ def test_notices_of_groups_that_are_not_made_yet_are_bounded(ranks: Callable[...
     for number in range(300):
         one.notices(f"all.{number}", range(2)).tell(Notice.HERE, "1")
     assert soon(lambda: mine.died)
-    assert "has sent what is no notice" in mine.died[1] and len(zero._early) == 256
+    assert "has sent an invalid message" in mine.died[1] and len(zero._early) == 256

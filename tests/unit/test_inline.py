@@ -118,5 +118,5 @@ def test_without_tcp_no_data_travels_inline() -> None:
     assert not one_host.choose("allreduce", 4).inline
     several = Planner(Placement(0, 2, ((0,), (1,)), True, True))
     assert several.choose("allreduce", 4).algorithm == "recursive-doubling"
-    with pytest.raises(TransportError, match="needs ranks whose rounds are held over TCP"):
+    with pytest.raises(TransportError, match="needs ranks that coordinate over TCP"):
         several.choose("allreduce", 4, algorithm="inline")

@@ -42,18 +42,18 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = job_key.path_of_user(environment)
     for mode in (0o640, 0o604, 0o620):
         path.chmod(mode)
-        with pytest.raises(TransportError, match=f"others can read or change {path}.*COLLECTIVES_KEY"):
+        with pytest.raises(TransportError, match=f"other users can read or change {path}.*COLLECTIVES_KEY"):
             job_key.of_user(environment, "job")
     path.chmod(0o600)
     for text in ("", "abc", "00" * 15):
         path.write_text(text)
-        with pytest.raises(TransportError, match="has no key"):
+        with pytest.raises(TransportError, match="contains no key"):
             job_key.of_user(environment, "job")
 
 
 def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TransportError, match=r"cannot be read or made: .*; set COLLECTIVES_KEY on all ranks"):
+    with pytest.raises(TransportError, match=r"cannot be read or created: .*; set COLLECTIVES_KEY on all ranks"):
         job_key.of_user({"HOME": str(tmp_path / "file")}, "job")
 
 
@@ -61,7 +61,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     environment = {"XDG_CONFIG_HOME": str(tmp_path)}
     job_key.of_user(environment, "job")
     monkeypatch.setattr(os, "getuid", lambda: 1)
-    with pytest.raises(TransportError, match="others can read or change"):
+    with pytest.raises(TransportError, match="other users can read or change"):
         job_key.of_user(environment, "job")
 
 
@@ -74,7 +74,7 @@ def test_a_user_without_a_home_gets_no_folder_of_that_name(tmp_path: Path, monke
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(TransportError, match="is not set: set it, or COLLECTIVES_KEY on all ranks"):
+    with pytest.raises(TransportError, match=r"HOME is not set.*; set HOME, or set COLLECTIVES_KEY on all ranks"):
         job_key.of_user({}, "job")
     assert not list(tmp_path.iterdir())
     job_key.of_user({"XDG_CONFIG_HOME": str(tmp_path)}, "job")

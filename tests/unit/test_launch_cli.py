@@ -559,7 +559,9 @@ def test_version_help_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hierarchical" in between and re.search(r"^allreduce +4 B +native", between, re.M), between
     monkeypatch.setenv("COLLECTIVES_NETWORK", "tcp")
     over_tcp = shown("-H", "a:2,b:2", "--show-plan")
-    assert re.search(r"^allreduce +4 B +inline .* data travels with the round", over_tcp, re.M), over_tcp
+    assert re.search(r"^allreduce +4 B +inline .* data is sent with the coordination messages", over_tcp, re.M), (
+        over_tcp
+    )
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_torchs_variables_of_collectivesrun_say_nothing() -> None:
     ("environment", "expected"),
     [
         # sbatch with plain python
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "start these by srun"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "start the tasks with srun"),
         ({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}, ""),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "set also MASTER_ADDR and MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "set also MASTER_PORT"),

@@ -79,7 +79,7 @@ def test_a_key_that_not_all_ranks_were_given_is_refused(keys: tuple[bytes | None
         joining = [pool.submit(Mesh, exchange, rank, keys[rank]) for rank, exchange in enumerate(exchanges(2))]
         for rank, mesh in enumerate(joining):
             with pytest.raises(
-                MismatchError, match=f"rank {rank}: COLLECTIVES_KEY is set .* not on {keys.index(None)}"
+                MismatchError, match=f"rank {rank}: COLLECTIVES_KEY is set .* not on rank {keys.index(None)}"
             ):
                 mesh.result(20)
 
@@ -199,7 +199,7 @@ def test_the_check_of_a_wait_ends_it(meshes: Meshes) -> None:
 def test_another_key_is_refused_on_both_sides(service: Service) -> None:
     admitted: list[bytes] = []
     server = Listener(service, network.LOOPBACK, 0, KEY, lambda hello, sock: admitted.append(hello))
-    with pytest.raises(TransportError, match="has refused this one: its key is another"):
+    with pytest.raises(TransportError, match="has refused this connection: its key is different"):
         service.run(dial(service, *server.address, make_key(), b"hello"), 10)
     service.run(dial(service, *server.address, KEY, b"mine"), 10).close()
     assert admitted == [b"mine"]
@@ -223,7 +223,7 @@ def test_a_listener_of_another_kind_is_named(service: Service) -> None:
         sock, _ = other.accept()
         with sock:
             sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            with pytest.raises(TransportError, match="no process of collectives"):
+            with pytest.raises(TransportError, match="is not collectives"):
                 dialling.wait(10)
                 dialling.result()
 
@@ -237,7 +237,7 @@ def test_a_listener_that_does_not_hold_the_key_is_refused(service: Service) -> N
             sock.sendall(Verification(KEY).greeting)
             assert sock.recv(71, socket.MSG_WAITALL)
             sock.sendall(os.urandom(32))
-            with pytest.raises(TransportError, match="does not hold this job's key"):
+            with pytest.raises(TransportError, match="does not have this job's key"):
                 dialling.wait(10)
                 dialling.result()
 

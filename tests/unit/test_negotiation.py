@@ -77,7 +77,7 @@ def test_messages_name_the_tensor_and_every_ranks_request() -> None:
     assert (
         text.startswith("rank 7")
         and "'w'" in text
-        and "in shape" in text
+        and "on shape" in text
         and "rank 3:" in text
         and "rank 9" not in text
     )
@@ -91,8 +91,8 @@ def test_ranks_that_wait_for_each_other_are_called_by_their_names() -> None:
         negotiation.deadlock(7, [[("a", "A")], [("b", "B"), (3, "C")], []], {"a": {0}, "b": {1, 2}, 3: {1}}, (3, 7, 9))
     )
     assert text.startswith("rank 7: ")
-    assert "  rank 3: waits for A, for which rank 7, 9 has not asked\n" in text
-    assert "B, for which rank 3 has not asked; and for C, for which rank 3, 9 has not asked\n" in text
+    assert "  rank 3: waits for A (not submitted by ranks 7, 9)\n" in text
+    assert "B (not submitted by rank 3) and for C (not submitted by ranks 3, 9)\n" in text
     assert "  rank 9: waits for nothing\n" in text
 
 

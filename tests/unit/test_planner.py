@@ -35,7 +35,7 @@ def test_tcp_may_be_asked_for_where_it_carries_the_messages() -> None:
     by_tcp, by_mpi = (Planner(placement) for placement in both)
     assert by_tcp.choose("allreduce", 64, transport="tcp").medium is Medium.MESSAGE
     assert by_mpi.choose("allreduce", 64, transport="mpi").medium is Medium.MESSAGE
-    with pytest.raises(TransportError, match=r"are carried by mpi: set COLLECTIVES_TRANSPORT=tcp on all ranks"):
+    with pytest.raises(TransportError, match=r"over mpi, not over TCP; set COLLECTIVES_TRANSPORT=tcp on all ranks"):
         by_mpi.choose("allreduce", 64, transport="tcp")
 
 
@@ -101,9 +101,9 @@ def test_reasons_agree_with_what_was_chosen() -> None:
     planner = Planner(Placement(0, 2, ((0, 1),), shares_memory=True, reads_private=True))
     forced = planner.choose("allreduce", 1 << 20, algorithm="recursive-doubling", transport="direct-read")
     assert forced.medium is Medium.WINDOW
-    assert forced.why == "algorithm as asked for; window, which recursive-doubling needs"
+    assert forced.why == "algorithm as requested; window, which recursive-doubling needs"
     planner.change(algorithm="auto", segment=0, crossovers=Crossovers())
     assert planner.choose("allreduce", 1 << 20).why.startswith("ranks of one host; ")
     planner.change(algorithm="ring", segment=0, crossovers=Crossovers())
     assert planner.choose("allreduce", 1 << 20).why.startswith("algorithm as tuned; ")
-    assert planner.choose("allreduce", 1 << 20, algorithm="ring").why.startswith("algorithm as asked for; ")
+    assert planner.choose("allreduce", 1 << 20, algorithm="ring").why.startswith("algorithm as requested; ")

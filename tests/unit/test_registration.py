@@ -176,7 +176,7 @@ def test_a_setting_and_an_option_name_a_file(tmp_path: Path) -> None:
     broken.write_text("[][0]")
     for text, expected in (
         (f"{wrong}:filed", "lacks the contribution"),
-        (f"{broken}:filed", "broken.py: list index out of range"),
+        (f"{broken}:filed", "broken.py cannot be used: list index out of range"),
         (f"{tmp_path}/none.py:filed", "No such file"),
         (f"{file}:other", "expected one of auto, ring"),
         ("other", "one registered before init"),

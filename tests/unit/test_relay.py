@@ -37,7 +37,7 @@ def test_connections_of_others_do_not_end_it() -> None:
         rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         rude.close()
         wrong.sendall(b"wrong orders\n")
-        with pytest.raises(TransportError, match="its key is another"):
+        with pytest.raises(TransportError, match="its key is different"):
             dialled("127.0.0.1", port, make_key(), relay.hello(port, "orders"))
         own = {
             stream: stack.enter_context(dialled("127.0.0.1", port, KEY, relay.hello(port, stream)))
@@ -96,7 +96,7 @@ def test_an_agent_is_not_started_for_who_does_not_prove_the_key() -> None:
     with socket.create_server(("127.0.0.1", 0)) as thief:
         thread = threading.Thread(target=steal, args=(thief,), daemon=True)
         thread.start()
-        with pytest.raises(TransportError, match="does not hold this job's key"):
+        with pytest.raises(TransportError, match="does not have this job's key"):
             start_agent("127.0.0.1", thief.getsockname()[1], KEY.hex())
         thread.join(WITHIN)
     assert heard and KEY not in heard[0] and KEY.hex().encode() not in heard[0]

@@ -217,7 +217,7 @@ def test_two_processes_of_one_rank_are_found(pool: concurrent.futures.ThreadPool
     last = pool.submit(StoreExchange(store, 2, 3, 20, "here"), None)
     errors = [error for error in (one.exception(20) for one in same) if error is not None]
     assert len(errors) == 1 and isinstance(errors[0], InvalidArgumentError)
-    assert "calls itself rank 1 of here" in str(errors[0])
+    assert "two processes claim to be rank 1 of here" in str(errors[0])
     assert first.result(20) == last.result(20) == [None] * 3
 
 
@@ -461,7 +461,7 @@ def test_concluded_exchanges_without_an_end_are_an_error(rank: int, following: C
                     self.values[key] = json.dumps(following(place)).encode()
             super().wait(keys, timeout)
 
-    with pytest.raises(TransportError, match=f"rank {rank}: .*another process writes to it"):
+    with pytest.raises(TransportError, match=f"rank {rank}: .*another process writes to that store"):
         StoreExchange(Leading(), rank, 2, 0.2, "here")(None)
 
 

@@ -96,7 +96,7 @@ def test_a_rank_that_is_elsewhere_is_named_as_is_what_may_be_between() -> None:
 
     error, same = loopback_links.run(2, rank)
     assert isinstance(error, RankFailedError) and not same
-    assert "rank 0: rank 1 has entered a call" in str(error) and "between the hosts" in str(error)
+    assert "rank 0: rank 1 made another call" in str(error) and "between the hosts" in str(error)
 
 
 def test_a_connection_that_ends_without_a_word_is_a_failure_of_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:

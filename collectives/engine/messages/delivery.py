@@ -103,8 +103,7 @@ class Delivery:
         if self._endpoint is None:
             if self._open_endpoint is None:
                 raise TransportError(
-                    f"rank {self._names[self._rank]}: the ranks of this world have no means of point-to-point messages "
-                    "[N17]"
+                    f"rank {self._names[self._rank]}: this world does not support point-to-point messages [N17]"
                 )
             self._endpoint = self._open_endpoint()
             self.at_once = self._endpoint.at_once
@@ -280,8 +279,8 @@ class Delivery:
         """Raise InvalidArgumentError if this thread is in the middle of using the endpoint."""
         if self.drives():
             raise InvalidArgumentError(
-                "a message was sent, received or waited for within a call of the same thread that does so, from a "
-                "signal handler or a destructor; let the handler set a flag, and call afterwards [W27]"
+                "a signal handler or a destructor sent, received or waited for a message while the same thread was "
+                "doing so; set a flag there, and send or receive later [W27]"
             )
 
     def advance(self) -> None:

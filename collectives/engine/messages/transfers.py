@@ -125,7 +125,9 @@ class MessageHandle(Handle[Result]):
     def status(self) -> Status:
         """Of a receive that is done: what it has received."""
         if isinstance(self.transfer, Outgoing):
-            raise InvalidArgumentError(f"status: {self.name} receives nothing [A33]")
+            raise InvalidArgumentError(
+                f"status: {self.name} is a send, and only a receive has a status; ask the handle of the receive [A33]"
+            )
         return self._owner.status_of(self.transfer)
 
 
@@ -278,7 +280,7 @@ class Transfers:
                 if deep:
                     self._inspect(transfer)
                 if deadline is not None and pause.now >= deadline:
-                    text = f"not done after {timeout:g} s; it goes on, and synchronize may be called again [R30]"
+                    text = f"not complete after {timeout:g} s; it continues, so call synchronize again [R30]"
                     raise CollectiveTimeoutError(delivery.sentence(transfer, text))
                 if deadline is None and pause.now - pause.begun > self._timeout:
                     self._time_out(transfer)
@@ -323,14 +325,14 @@ class Transfers:
     def _time_out(self, transfer: Outgoing | Posted) -> None:
         delivery = self.delivery
         if isinstance(transfer, Outgoing):
-            missing = "the receiver is alive, but has not called recv for it"
+            missing = "the receiver is alive but has not called recv for it"
         else:
             waiting = ", ".join(
                 f"from rank {self._names[message.source]} with tag {message.tag}"
                 for message in delivery.matching.unexpected()[:5]
             )
-            who = "no other rank" if transfer.source < 0 else "the sender is alive, but"
-            missing = f"{who} has sent none; messages that wait for a recv: {waiting or 'none'}"
+            who = "no other rank has" if transfer.source < 0 else "the sender is alive but has not"
+            missing = f"{who} sent a matching message; messages that wait for a recv: {waiting or 'none'}"
         remedy = f"see what the ranks are doing, or raise {setting_of(self._timeout)}"
         text = f"waited {self._timeout:g} s: {missing}; {remedy} [R18]"
         error = CollectiveTimeoutError(delivery.sentence(transfer, text))

@@ -16,8 +16,8 @@ from collectives.tensorflow.keras_version import LEGACY
 
 if not LEGACY and tf.keras.backend.backend() != "tensorflow":
     raise ImportError(
-        f"collectives.tensorflow.keras: Keras runs on {tf.keras.backend.backend()}; import collectives.keras as hvd, "
-        "or set KERAS_BACKEND=tensorflow [F8]"
+        f"collectives.tensorflow.keras: expected Keras with the backend tensorflow, got {tf.keras.backend.backend()}; "
+        "import collectives.keras as hvd, or set KERAS_BACKEND=tensorflow [F8]"
     )
 if LEGACY:
     from collectives.tensorflow.keras.legacy import DistributedOptimizer, PartialDistributedOptimizer, load_model

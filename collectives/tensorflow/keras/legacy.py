@@ -216,12 +216,13 @@ def _wrapped(optimizer: Any, options: GradientOptions) -> Any:
         inner = optimizer
     else:
         raise InvalidTypeError(
-            f"optimizer: expected one of Keras 2 (TF_USE_LEGACY_KERAS=1), got {detection.describe(optimizer)}; those "
-            "of Keras 3 are for collectives.keras [F9]"
+            f"optimizer: expected a Keras 2 optimizer (TF_USE_LEGACY_KERAS=1), got {detection.describe(optimizer)}; "
+            "for Keras 3, import collectives.keras [F9]"
         )
     if isinstance(inner, LegacyDistributedMixin):
         raise InvalidArgumentError(
-            "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already [F10]"
+            "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already; wrap it "
+            "only once [F10]"
         )
     kind = type(inner)
     options = replace(options, name=options.name or f"Distributed{kind.__name__}")

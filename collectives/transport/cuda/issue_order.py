@@ -46,8 +46,8 @@ class Turn:
             lambda deep: check() if deep else None,
             timeout,
             lambda: (
-                f"rank {rank}: another process set's NCCL operation did not end within {timeout:g} s: is one of its "
-                f"ranks missing? A larger COLLECTIVES_TIMEOUT waits longer"
+                f"rank {rank}: an NCCL operation of another process set did not end within {timeout:g} s; see whether "
+                f"one of its ranks is missing, or raise COLLECTIVES_TIMEOUT [G37]"
             ),
             yields=0,
             longest=_NAP,

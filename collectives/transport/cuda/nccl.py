@@ -79,8 +79,8 @@ def warm_up(communicator: NcclCommunicator, device: Device, scratch: int, stream
     except TimeIsUpError:
         communicator.abort()
         raise CollectiveTimeoutError(
-            f"rank {rank}: NCCL could not connect with all of the {size - 1} other ranks within {timeout:g} s: does a "
-            "firewall, or the wrong network (NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there "
-            "[G24]"
+            f"rank {rank}: NCCL could not connect with all of the {size - 1} other ranks within {timeout:g} s; check "
+            "for a firewall between the hosts or a wrong network (NCCL_SOCKET_IFNAME), and set NCCL_DEBUG=INFO to "
+            "see which ranks connect [G24]"
         ) from None
     communicator.check()

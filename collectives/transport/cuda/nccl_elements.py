@@ -84,7 +84,7 @@ def required_reduction(op: Op, dtype: Dtype) -> int:
     number = reduction(op, dtype)
     if number is None:
         raise InvalidTypeError(
-            f"NCCL does not reduce op={op!r} of dtype {dtypes.name(dtype)} as this package does: move the blocks, "
-            f"and reduce with kernels [G36]"
+            f"NCCL does not reduce op={op!r} of dtype {dtypes.name(dtype)} with the same result as this package; send "
+            "the blocks, and reduce them with kernels [G36]"
         )
     return number

@@ -36,22 +36,22 @@ _GRACE_SECONDS = 1.0
 _STATUSES = {
     1: (
         "ncclUnhandledCudaError",
-        "a CUDA call failed: is the GPU in order, its memory not used up, the driver new enough?",
+        "a CUDA call failed; check the GPU, its free memory and the version of its driver",
     ),
     2: (
         "ncclSystemError",
         "a system call failed: often /dev/shm is too small, or NCCL_SOCKET_IFNAME names no usable network interface",
     ),
-    3: ("ncclInternalError", "NCCL failed in itself, or a peer left in the middle"),
+    3: ("ncclInternalError", "NCCL itself failed, or a peer left during the call"),
     4: ("ncclInvalidArgument", "an argument was refused"),
     5: (
         "ncclInvalidUsage",
-        "the ranks' calls do not fit together, their NCCL versions differ, or two ranks use the same GPU: then set "
+        "the ranks' calls do not match, their NCCL versions differ, or two ranks use the same GPU: then set "
         f"{SHARE_VARIABLE}=1 with NCCL 2.30 or later, or COLLECTIVES_DEVICE_TRANSPORT=cuda-ipc",
     ),
     6: ("ncclRemoteError", "a peer's process has died, or the network has failed"),
     7: ("ncclInProgress", "calls must block: unset NCCL_COMM_BLOCKING"),
-    8: ("ncclTimeout", "a peer did not come in NCCL's own time"),
+    8: ("ncclTimeout", "a peer did not connect within NCCL's own timeout"),
 }
 """The result codes of NCCL 2.32's nccl.h: their names and likely causes."""
 
@@ -67,8 +67,7 @@ def failure(call: str, rank: int, error: Exception) -> TransportError:
         return TransportError(f"rank {rank}: NCCL's {call} failed: {type(error).__name__}: {error} [G25]")
     name, meaning = _STATUSES.get(status, ("a status that this version does not know", "look it up in nccl.h"))
     return TransportError(
-        f"rank {rank}: NCCL's {call} failed: {name} ({status}): {meaning}. NCCL_DEBUG=INFO in the environment says "
-        "more [G26]"
+        f"rank {rank}: NCCL's {call} failed: {name} ({status}): {meaning}. Set NCCL_DEBUG=INFO for details [G26]"
     )
 
 
@@ -282,8 +281,9 @@ class NcclLibrary:
             )
         except TimeIsUpError:
             raise CollectiveTimeoutError(
-                f"rank {rank}: the {size} ranks did not all connect with NCCL within {timeout:g} s: does a firewall, "
-                "or the wrong network (NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there [G28]"
+                f"rank {rank}: the {size} ranks did not all connect with NCCL within {timeout:g} s; check for a "
+                "firewall between the hosts or a wrong network (NCCL_SOCKET_IFNAME), and set NCCL_DEBUG=INFO to see "
+                "which ranks connect [G28]"
             ) from None
         return NcclCommunicator(binding, communicator, rank, size, device)
 

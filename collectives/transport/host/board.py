@@ -333,7 +333,7 @@ class Board:
         text = self.text_of(peer)
         if not text and self.also_check is not None:
             backoff.poll(self.also_check, _DEATH_SHOWS_WITHIN)
-        detail = f":\n{text}" if text else " (it died without a word)"
+        detail = f":\n{text}" if text else " (it died without an error message)"
         return RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed [R5]{detail}")
 
     def _died(self, peer: int) -> bool:
@@ -350,8 +350,9 @@ class Board:
             check,
             self._timeout,
             lambda: (
-                f"rank {self.names[self.rank]}: waited {self._timeout:g} s for rank {self.names[peer]}, which is alive "
-                f"but did not come; see what it is doing, or raise {setting_of(self._timeout)} [R21]"
+                f"rank {self.names[self.rank]}: waited {self._timeout:g} s for rank {self.names[peer]}, which is "
+                f"alive but has not made the same call; see what it is doing, or raise {setting_of(self._timeout)} "
+                "[R21]"
             ),
             pause=self.relax,
         )

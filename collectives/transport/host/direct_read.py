@@ -80,7 +80,7 @@ class DirectRead:
                     reason = os.strerror(code) if transferred < 0 else "nothing was transferred"
                     raise TransportError(
                         f"cannot {verb} {remote.nbytes} bytes of rank {peer}'s memory (process {self._pids[peer]}): "
-                        f"{reason}; COLLECTIVES_TRANSPORT=window does without [N12]"
+                        f"{reason}; set COLLECTIVES_TRANSPORT=window on all ranks, which does not need this [N12]"
                     )
             local.address, remote.address = local.address + transferred, remote.address + transferred
             local.nbytes, remote.nbytes = local.nbytes - transferred, remote.nbytes - transferred

@@ -158,7 +158,7 @@ class MappedMemory:
             level = logger.debug if self._has_warned else logger.warning
             self._has_warned = True
             level(
-                "rank %d: memory of rank %d cannot be mapped (%s): it is reached by system calls",
+                "rank %d: memory of rank %d cannot be mapped (%s): it is accessed by system calls instead",
                 board.names[board.rank],
                 board.names[peer],
                 error,

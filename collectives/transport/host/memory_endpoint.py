@@ -218,7 +218,9 @@ class MemoryEndpoint:
         if self._board.marked(peer) != ALIVE:
             self._board.check(peer)
             names = self._board.names
-            raise RankFailedError(f"rank {names[self._board.rank]}: rank {names[peer]} has left [R6]")
+            raise RankFailedError(
+                f"rank {names[self._board.rank]}: rank {names[peer]} has left while this rank read its message [R6]"
+            )
 
     def _tell(self, peer: int, number: int, refused: str = "") -> None:
         text = refused.encode()[:_REFUSAL_BYTES]

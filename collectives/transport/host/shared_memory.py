@@ -85,9 +85,9 @@ class SharedMemory:
 
 def _refuse(peer: int, address: int, own: int, nbytes: int) -> None:
     raise TransportError(
-        f"the memory of rank {peer} cannot be reached: it could not be mapped (the log says why), and this system does "
-        "not allow direct reads; raise the limits of open files and mappings, or set COLLECTIVES_ARENA=0 on all ranks "
-        "[N13]"
+        f"the memory of rank {peer} cannot be reached: it could not be mapped (the log has the reason), and this "
+        "system does not allow direct reads; raise the limits of open files and mappings, or set COLLECTIVES_ARENA=0 "
+        "on all ranks [N13]"
     )
 
 

@@ -95,10 +95,10 @@ class Channel:
         own_bytes = to_json(value)
         self._length[0] = len(own_bytes)
         length, lengths = self._length, self._lengths
-        self.gather((length, lengths), lambda: self.comm.Iallgather(length, lengths), "every rank to say what it has")
+        self.gather((length, lengths), lambda: self.comm.Iallgather(length, lengths), "every rank to send its value")
         all_bytes, counts = bytearray(int(lengths.sum())), lengths.copy()
         memory = (own_bytes, MPI.BYTE), (all_bytes, counts, MPI.BYTE)
-        self.gather(memory, lambda: self.comm.Iallgatherv(*memory), "every rank to say what it has")
+        self.gather(memory, lambda: self.comm.Iallgatherv(*memory), "every rank to send its value")
         ends = np.cumsum(counts).tolist()
         data = memoryview(all_bytes)
         return [from_json(bytes(data[end - n : end])) for end, n in zip(ends, counts.tolist(), strict=True)]

@@ -50,8 +50,8 @@ def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
         names = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
         raise TransportError(
             f"MPI was started with MPI_THREAD_{names.get(level, level)}, but the engine and the program call it from "
-            f"several threads: MPI_THREAD_MULTIPLE is needed; leave mpi4py.rc.thread_level as it is, or ask for it in "
-            f"Init_thread [S49]"
+            "several threads, which needs MPI_THREAD_MULTIPLE; do not change mpi4py.rc.thread_level, or ask "
+            "Init_thread for MPI_THREAD_MULTIPLE [S49]"
         )
     every_process = MPI.COMM_WORLD
     waiter = Waiter(every_process.Get_rank(), config.timeout)

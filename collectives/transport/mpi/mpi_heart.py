@@ -116,8 +116,8 @@ def watch(channel: Channel, config: Config, *, needed: bool = False) -> MpiHeart
             raise TransportError(str(error)) from None
         if channel.rank == 0:
             logger.warning(
-                "the ranks cannot watch each other; the loss of a host will be noticed when COLLECTIVES_TIMEOUT is "
-                "over: %s [N16]",
+                "the ranks cannot monitor each other, so the loss of a host is noticed only after "
+                "COLLECTIVES_TIMEOUT: %s [N16]",
                 error,
             )
         return None

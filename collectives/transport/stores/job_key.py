@@ -47,17 +47,17 @@ def of_user(environment: Mapping[str, str], job: str) -> bytes:
             text = file.read().strip()
     except (OSError, ValueError) as error:
         raise TransportError(
-            f"the user's key cannot be read or made: {error}; set {VARIABLE} on all ranks [S37]"
+            f"the key of this user cannot be read or created: {error}; set {VARIABLE} on all ranks [S37]"
         ) from None
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise TransportError(
-            f"others can read or change {path}, so that it proves nothing: remove it, and a new one is made; or set "
-            f"{VARIABLE} on all ranks [S38]"
+            f"other users can read or change {path}, so it is not secret; remove it (a new one will be created), or "
+            f"set {VARIABLE} on all ranks [S38]"
         )
     key = _key(text)
     if key is None:
         raise TransportError(
-            f"{path} has no key: remove it, and a new one is made; or set {VARIABLE} on all ranks [S39]"
+            f"{path} contains no key; remove it (a new one will be created), or set {VARIABLE} on all ranks [S39]"
         )
     return hmac.digest(key, job.encode(), "sha256")
 
@@ -67,7 +67,7 @@ def path_of_user(environment: Mapping[str, str]) -> Path:
         folder = environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME") or Path.home(), ".config")
     except RuntimeError:  # the system does not know the user, as in a container that runs under any number
         raise TransportError(
-            f"HOME, where the user's key lies, is not set: set it, or {VARIABLE} on all ranks [S40]"
+            f"HOME is not set, so the key of this user cannot be found; set HOME, or set {VARIABLE} on all ranks [S40]"
         ) from None
     return Path(folder, "collectives", "key")
 

@@ -52,7 +52,7 @@ class Meeting:
     def connect(self) -> Store:
         first = self._spot.rank == 0
         if first:
-            self._why = dict.fromkeys(self._spot.ports, f"nothing knows an address of {self._spot.host} yet")
+            self._why = dict.fromkeys(self._spot.ports, f"the address of {self._spot.host} is not known yet")
             with suppress(OSError):
                 await_name(self._spot.host, min(self._timeout, NAME_WITHIN))
         backoff, within = Backoff(_FIRST_NAP), min(self._timeout, _SERVE_WITHIN) if first else self._timeout
@@ -62,8 +62,8 @@ class Meeting:
                 late = backoff.now > backoff.begun + within
                 if late and first:
                     raise TransportError(
-                        f"rank 0: cannot serve a store ({self.how}): {self.reasons()}; name a free port with "
-                        f"COLLECTIVES_RENDEZVOUS=tcp://{self._spot.host}:port on all ranks [S20]"
+                        f"rank 0: cannot serve a store ({self.how}): {self.reasons()}; set "
+                        f"COLLECTIVES_RENDEZVOUS=tcp://{self._spot.host}:port on all ranks, with a free port [S20]"
                     )
                 if late:
                     raise CollectiveTimeoutError(
@@ -99,7 +99,7 @@ class Meeting:
             self._why[port] = f"{error}{self._hint}"
             if len(self._spot.ports) == 1:
                 raise TransportError(
-                    f"{self._who}: no store of this job at {network.joined(self._spot.host, port)} "
+                    f"{self._who}: found no store of this job at {network.joined(self._spot.host, port)} "
                     f"({self.how}): {self._why[port]} [S22]"
                 ) from None
         except ConnectionRefusedError:

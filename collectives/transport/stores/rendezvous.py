@@ -90,9 +90,11 @@ def asked(
         InvalidArgumentError, InvalidTypeError: they do not go together, or have wrong values.
     """
     if comm is not None and (rendezvous, store, rank, size) != (None, None, None, None):
-        raise InvalidArgumentError("init: comm is MPI's, and does not go with rendezvous, store, rank and size [S5]")
+        raise InvalidArgumentError(
+            "init: comm cannot be combined with rendezvous, store, rank or size; pass comm alone, or leave it out [S5]"
+        )
     if rendezvous is not None and store is not None:
-        raise InvalidArgumentError("init: expected rendezvous or store, got both [S6]")
+        raise InvalidArgumentError("init: expected rendezvous or store, got both; pass one of them [S6]")
     if (rank is None) != (size is None):
         raise InvalidArgumentError(f"init: expected rank and size, or neither; got rank={rank!r}, size={size!r} [S7]")
     if rendezvous is not None:
@@ -107,7 +109,7 @@ def asked(
     try:
         rank, size = rank.__index__(), size.__index__()
     except AttributeError:
-        raise InvalidTypeError(f"init: expected whole numbers, got rank={rank!r}, size={size!r} [S9]") from None
+        raise InvalidTypeError(f"init: expected integers, got rank={rank!r}, size={size!r} [S9]") from None
     if not 0 <= rank < size:
         raise InvalidArgumentError(f"init: expected a rank from 0 to size - 1, got rank={rank}, size={size} [S10]")
     return Asked(rendezvous, store, rank, size)
@@ -164,7 +166,8 @@ def _at_told(environment: Mapping[str, str], config: Config, asked: Asked, addre
         return Place(rank, size, asked.store, key, how)
     if not address:
         raise InvalidArgumentError(
-            f"init: rank={rank} of size={size}: expected also rendezvous='tcp://host:port', or a store [S11]"
+            f"init: rank={rank} and size={size} alone do not say where the ranks meet; pass "
+            "rendezvous='tcp://host:port' or store too [S11]"
         )
     host, port = _address(address)
     # The ranks may spell the host differently.
@@ -188,7 +191,7 @@ def rank_and_size(environment: Mapping[str, str], asked: Asked = NOTHING) -> tup
     spot = places.detect(environment, without_mpi=True)
     if spot is None:
         raise InvalidArgumentError(
-            "init: where the ranks meet is known, but not which one this process is: give init() rank and size, or set "
+            "init: the rendezvous is set, but not which rank this process is; pass rank and size to init(), or set "
             "COLLECTIVES_RANK and COLLECTIVES_SIZE [S13]"
         )
     return spot.rank, spot.size

@@ -67,14 +67,14 @@ class SignedStore:
         signature, text = _divided(self._read(key))
         if signature and self._key is None:
             raise MismatchError(
-                f"rank {self._rank}: COLLECTIVES_KEY is set on some ranks, but not on {self._rank}: set it on all, or "
-                "on none [S41]"
+                f"rank {self._rank}: COLLECTIVES_KEY is set on some ranks, but not on rank {self._rank}; set it on "
+                "all ranks, or on none [S41]"
             )
         if self._key is not None and not hmac.compare_digest(signature, _signature(self._key, key, text)):
             raise MismatchError(
-                f"rank {self._rank}: {key} in the store at which the ranks meet ({self._how}) was not signed with this "
-                "job's key: COLLECTIVES_KEY is another one on some rank, or is not set there, or another process "
-                "writes to that store [S42]"
+                f"rank {self._rank}: {key} in the store at which the ranks meet ({self._how}) was not signed with "
+                "this job's key: COLLECTIVES_KEY differs or is missing on some rank, or another process writes to "
+                "that store; set the same COLLECTIVES_KEY on all ranks [S42]"
             )
         try:
             return json.loads(text)
@@ -126,7 +126,7 @@ class SignedStore:
                 f"rank {self._rank}: rank 0 ({self.server}) has ended in init(), or its host or network is down; see "
                 f"its output; {failed} [S27]"
             )
-        hint = "; if rank 0 serves it, see what rank 0 has said at its end" if self.server is None else ""
+        hint = "; if rank 0 serves it, see the end of rank 0's output" if self.server is None else ""
         return TransportError(f"rank {self._rank}: {failed}{hint}")
 
 

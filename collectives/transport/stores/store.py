@@ -319,7 +319,7 @@ async def _exchange(sock: Connection, request: bytes) -> tuple[bytes, bytes]:
         head = await receive(sock, _ANSWER.size)
         outcome, length = _ANSWER.unpack(head)
         if length > MOST_VALUE:
-            raise ConnectionError(f"it has announced an answer of {length} bytes")
+            raise ConnectionError(f"it announced an answer of {length} bytes, which is too long")
         return outcome, await _unsealed(sock, head, length)
     except BaseException:
         sock.close()
@@ -330,5 +330,5 @@ async def _unsealed(sock: Connection, head: bytes, nbytes: int) -> bytes:
     """What follows the head of a frame. ConnectionError: something has changed the frame."""
     rest = await receive(sock, nbytes + SEAL_BYTES)
     if not hmac.compare_digest(rest[nbytes:], sock.received.next(head + rest[:nbytes])):
-        raise ConnectionError("what arrived is not what was sent: something in between has changed it")
+        raise ConnectionError("the data was altered on the way")
     return rest[:nbytes]

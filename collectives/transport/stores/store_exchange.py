@@ -127,8 +127,8 @@ class StoreExchange:
             if following in visited or time.monotonic() > self._end:
                 raise TransportError(
                     f"rank {self._rank}: after {len(visited)} concluded exchanges the store at which the ranks meet "
-                    f"({self._how}) still names a further one: another process writes to it; give each job a place of "
-                    "its own, or set COLLECTIVES_KEY on all ranks [S30]"
+                    f"({self._how}) still names another one: another process writes to that store; give each job its "
+                    "own rendezvous, or set COLLECTIVES_KEY on all ranks [S30]"
                 )
             visited.add(following)
             self._place = following
@@ -282,8 +282,8 @@ class StoreExchange:
         if left is None or not ("died" in left or left["nonce"] in self._nonces) or left == self._left_before:
             return
         raise RankFailedError(
-            f"rank {self._rank}: rank {left['rank']} failed in init(): {left['why']}; mend that, and call init() again "
-            "on every rank [S28]"
+            f"rank {self._rank}: rank {left['rank']} failed in init(): {left['why']}; correct that, and call init() "
+            "again on every rank [S28]"
         )
 
     def _note_server(self, offer: dict[str, Any] | None) -> None:
@@ -294,8 +294,8 @@ class StoreExchange:
     def _check_number(self, offer: dict[str, Any]) -> None:
         if offer["nonce"] != self._offer["nonce"]:
             raise InvalidArgumentError(
-                f"rank {self._rank}: {offer['by']} calls itself rank {self._rank} of {self._how}, as this process "
-                f"({self._offer['by']}) does: give each process a rank of its own, and each job a place of its own "
+                f"rank {self._rank}: two processes claim to be rank {self._rank} of {self._how}: {offer['by']} and "
+                f"this one ({self._offer['by']}); give each process its own rank, and each job its own rendezvous "
                 "[S31]"
             )
 

@@ -84,7 +84,7 @@ async def prove(sock: Connection, key: bytes, hello: bytes) -> None:
     loop = asyncio.get_running_loop()
     greeting = await receive(sock, len(_GREETING))
     if greeting != _GREETING:
-        raise TransportError("what listens there is no process of collectives, or of another version [S43]")
+        raise TransportError("the process that listens there is not collectives, or is another version of it [S43]")
     peer_nonce, own_nonce = await receive(sock, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
     message = _LENGTH.pack(len(hello)) + hello
     await loop.sock_sendall(sock, own_nonce + message + _proof(key, b"dials", peer_nonce, own_nonce, hello))
@@ -92,10 +92,10 @@ async def prove(sock: Connection, key: bytes, hello: bytes) -> None:
         proof = await receive(sock, _PROOF_BYTES)
     except EOFError:
         raise TransportError(
-            "the process there has refused this one: its key is another, or it has ended [S44]"
+            "the process there has refused this connection: its key is different, or it has ended [S44]"
         ) from None
     if not hmac.compare_digest(proof, _proof(key, b"is dialled", peer_nonce, own_nonce, hello)):
-        raise TransportError("the process there does not hold this job's key [S45]")
+        raise TransportError("the process there does not have this job's key [S45]")
     sock.sent, sock.received = _seals(key, peer_nonce, own_nonce, hello)
 
 
@@ -131,14 +131,14 @@ class Verification:
         peer_nonce, (length,) = bytes(heard[:_NONCE_BYTES]), _LENGTH.unpack_from(heard, _NONCE_BYTES)
         if len(heard) == header_bytes:
             if length > MOST_HELLO:
-                raise TransportError("what dialled is no process of collectives [S46]")
+                raise TransportError("the process that connected is not collectives [S46]")
             self.missing = length + _PROOF_BYTES
             return
         hello = bytes(heard[header_bytes : header_bytes + length])
         if not hmac.compare_digest(
             heard[header_bytes + length :], _proof(self._key, b"dials", self._nonce, peer_nonce, hello)
         ):
-            raise TransportError("what dialled does not hold this job's key [S47]")
+            raise TransportError("the process that connected does not have this job's key [S47]")
         self.hello, self.proof = hello, _proof(self._key, b"is dialled", self._nonce, peer_nonce, hello)
         self.received, self.sent = _seals(self._key, self._nonce, peer_nonce, hello)
 

@@ -256,8 +256,9 @@ class Bruck:
                     self._raise_changed()
                 if not 0 <= length & ~_DATA < _MOST_BYTES:
                     raise TransportError(
-                        f"rank {self.rank} of its group: rank {self._rounds[self._number].source} sends a record of "
-                        f"{length} bytes: the connection carries something else [N7]"
+                        f"rank {self.rank} of its group: rank {self._rounds[self._number].source} sent a record of "
+                        f"{length} bytes, which is not valid: something else writes to the connection, or alters its "
+                        "data [N7]"
                     )
             end = at + HEADER + ((length & ~_DATA) + 7 & -8)
             if have < end:
@@ -284,8 +285,8 @@ class Bruck:
 
     def _raise_changed(self) -> NoReturn:
         raise TransportError(
-            f"rank {self.rank} of its group: the seal of what rank {self._rounds[self._number].source} sends is wrong: "
-            "something between the hosts changes what ranks say [N8]"
+            f"rank {self.rank} of its group: the signature of data from rank {self._rounds[self._number].source} is "
+            "wrong: something between the hosts alters the data of the ranks [N8]"
         )
 
     def _take_early(self) -> None:

@@ -48,7 +48,7 @@ _PINGED_FROM = 2
 _HEAD = struct.Struct("<HB")
 """Of a frame: the number of bytes that follow, and its kind: a beat, a loss, or a `Notice`, which has the group's name,
 a zero byte, and a text. Its seal comes behind them."""
-_DIED = "has died: its connection has ended without a word; see its output, and whether the system has killed it"
+_DIED = "has died: its connection closed without an error message; see its output, and whether the system killed it"
 _TOLD_WITHIN = 1.0
 """Seconds for which connections that are closed may wait until the system has taken all notices."""
 _MOST_EARLY = 256
@@ -259,7 +259,7 @@ class Heart:
         try:
             self._take(peer)
         except ValueError as error:
-            self._lose(peer, f"has sent what is no notice ({error}) [R8]")
+            self._lose(peer, f"has sent an invalid message ({error}) [R8]")
             for notices in list(self._groups.values()):  # it would take this rank for dead
                 peer.send(_frame(notices, Notice.FAILED, f"RankFailedError: {peer.lost}"))
             data = b""
@@ -282,7 +282,7 @@ class Heart:
             if not hmac.compare_digest(seal, sealed.of(frame)):
                 if sealed.number and hmac.compare_digest(seal, sealed.of(frame, behind=1)):
                     continue  # the one before, again
-                raise ValueError("its seal is wrong: something between the hosts changes what ranks say")
+                raise ValueError("its signature is wrong: something between the hosts alters the data of the ranks")
             sealed.number += 1
             if kind == _LOST:
                 self._adopt(body)

@@ -135,7 +135,7 @@ class Listener:
         self._refused += 1
         if self._refused & (self._refused - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood must not fill the log
             where = network.joined(*self.address)
-            logger.info("refused %d connections to %s, lately because: %s", self._refused, where, why)
+            logger.info("refused %d connections to %s, most recently because: %s", self._refused, where, why)
 
     def _forget(self, sock: Connection) -> None:
         self._loop.remove_reader(sock)

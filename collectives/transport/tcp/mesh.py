@@ -80,14 +80,14 @@ class Mesh:
         if len(set(have_keys)) > 1:
             without = ", ".join(str(peer) for peer, has in enumerate(have_keys) if not has)
             raise MismatchError(
-                f"rank {rank}: COLLECTIVES_KEY is set on some ranks, but not on {without}: set it on all, or on none "
-                "[S48]"
+                f"rank {rank}: COLLECTIVES_KEY is set on some ranks, but not on rank {without}; set it on all ranks, "
+                "or on none [S48]"
             )
         address = network.address_of(interface) if interface else network.choose(stacks, offers, rank)
         if network.is_loopback(address) and len(set(stacks)) > 1:
             raise InvalidArgumentError(
-                f"rank {rank}: COLLECTIVES_NETWORK_INTERFACE={interface}: {address} is loopback, which the other hosts "
-                "cannot reach [N1]"
+                f"rank {rank}: COLLECTIVES_NETWORK_INTERFACE={interface}: {address} is loopback, which the other "
+                "hosts cannot reach; name an interface that they can reach [N1]"
             )
         self.rank, self.size = rank, len(answers)
         self.names = [host.split()[0] for host in self.hosts]
@@ -128,8 +128,9 @@ class Mesh:
             return self.service.run(self.reach(peer, channel, timeout), timeout + 3 * DIAL_WITHIN, check)
         except TimeoutError:  # `reach` ends earlier, and with an error of its own, if it is carried out at all
             raise CollectiveTimeoutError(
-                f"rank {self.rank}: waited {timeout:g} s for a connection to {self._called(peer)}: this process has "
-                "not run its network's thread; see what keeps Python's lock for so long [S26]"
+                f"rank {self.rank}: waited {timeout:g} s for a connection to {self._called(peer)}: the network thread "
+                "of this process did not get to run; find out which code holds Python's global interpreter lock "
+                "(GIL) for so long [S26]"
             ) from None
 
     async def ping(self, peer: int, seconds: float) -> None:
@@ -163,13 +164,13 @@ class Mesh:
                 if dropped:
                     raise TransportError(
                         f"rank {self.rank}: {self._called(peer)} has dropped every connection of this rank to {where} "
-                        f"for {seconds:g} s ({why}): it has too many that do not prove the job's key; see what else "
-                        "connects to that port [N2]"
+                        f"for {seconds:g} s ({why}), because too many connections to it do not prove the job's key; "
+                        "find out what else connects to that port [N2]"
                     ) from None
                 raise TransportError(
-                    f"rank {self.rank}: cannot connect to {self._called(peer)} at {where}: {why}; if a firewall is "
-                    "between the hosts, open the ports of this job's processes, or name another network with "
-                    "COLLECTIVES_NETWORK_INTERFACE [N3]"
+                    f"rank {self.rank}: cannot connect to {self._called(peer)} at {where}: {why}; if there is a "
+                    "firewall between the hosts, open the ports of this job's processes; or set "
+                    "COLLECTIVES_NETWORK_INTERFACE to another network [N3]"
                 ) from None
 
     def key_for(self, use: str) -> bytes:

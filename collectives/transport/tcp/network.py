@@ -135,5 +135,5 @@ def choose(hosts: Sequence[str], offers: Sequence[Mapping[str, Sequence[str]]], 
                         return own_address
     raise TransportError(
         f"rank {rank}: no network interface of {socket.gethostname()} ({dict(offers[rank])}) leads to the other hosts "
-        f"({', '.join(str(dict(offer)) for offer in offers)}); name one with COLLECTIVES_NETWORK_INTERFACE [N5]"
+        f"({', '.join(str(dict(offer)) for offer in offers)}); set COLLECTIVES_NETWORK_INTERFACE to one that does [N5]"
     )

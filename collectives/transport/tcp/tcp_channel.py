@@ -80,15 +80,15 @@ class TcpChannel:
         memory = Memory((HEADER + padded(len(data))) * self.size)
         memory.bytes[HEADER : HEADER + len(data)] = data
         bruck.begin(memory, _EXCHANGE, len(data))
-        self.until(bruck.step, bruck.wait, "every rank to say what it has")
+        self.until(bruck.step, bruck.wait, "every rank to send its value")
         values = []
         for peer in range(self.size):
             token, start, end = bruck.record(peer)
             if token != _EXCHANGE:
                 raise RankFailedError(
-                    f"rank {self.names[self.rank]}: rank {self.names[peer]} has entered a call where this rank "
-                    "exchanges a value: the ranks are at different places, or something between the hosts changes what "
-                    "ranks say [R17]"
+                    f"rank {self.names[self.rank]}: rank {self.names[peer]} made another call while this rank "
+                    "exchanges a value: the ranks make different calls, or something between the hosts alters their "
+                    "data [R17]"
                 )
             values.append(from_json(bytes(memory.bytes[start:end])))
         return values
@@ -123,8 +123,8 @@ class TcpChannel:
         """Raise the cause for which a connection with ``peer`` has ended."""
         backoff.poll(self.check, CAUSE_SHOWS_WITHIN)
         raise RankFailedError(
-            f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed (its connection was closed without a "
-            f"word: it died, or left while it was waited for) [R10]"
+            f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed (its connection closed without an "
+            "error message: it died, or left while this rank waited for it) [R10]"
         )
 
     def close(self) -> None:

@@ -224,7 +224,7 @@ class TcpEndpoint:
         inside = nbytes if kind in (EAGER, REFUSE) else 0
         valid = 0 <= dimensions <= _MOST_DIMENSIONS and 0 <= code < len(DTYPE_NAMES) and nbytes >= 0
         if not valid or inside > EAGER_BYTES:
-            raise TransportError(f"rank {self._names[connection.peer]} has sent what is no message [N9]")
+            raise TransportError(f"rank {self._names[connection.peer]} sent data that is not a valid message [N9]")
         start += _HEADER.size
         after = start + 8 * dimensions
         if end < after + inside:

@@ -143,7 +143,8 @@ class TcpMessages:
                 peers = ", ".join(str(channel.names[peer]) for peer in sorted({lane.peer for lane in self._active}))
                 raise CollectiveTimeoutError(
                     f"rank {channel.names[channel.rank]}: waited {channel.timeout:g} s for {what} ({peers}), which is "
-                    f"alive but did not come; see what it is doing, or raise {setting_of(channel.timeout)} [R25]"
+                    "alive but has not made the same call; see what it is doing, or raise "
+                    f"{setting_of(channel.timeout)} [R25]"
                 )
             nap = min(2 * nap, _LONGEST_DOZE)
 

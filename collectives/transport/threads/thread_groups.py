@@ -288,7 +288,7 @@ class _Exchange:
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise CollectiveTimeoutError(
-                f"rank {rank}: not every rank came to the exchange of descriptions [R28]"
+                f"rank {rank}: not every rank took part in the first exchange between the ranks [R28]"
             ) from None
         return values
 

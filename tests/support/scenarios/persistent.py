@@ -255,7 +255,7 @@ def mismatches(world: World) -> None:
     tensors = [np.full(10, world.rank + 1.0) for _ in range(2)]
     first, second = (world.allreduce_init(tensor, average=False) for tensor in tensors)
     for run in (at_once, started):
-        with pytest.raises(MismatchError, match=r"(?s)disagree in persistent.*persistent=\d+.*persistent=\d+"):
+        with pytest.raises(MismatchError, match=r"(?s)disagree on persistent.*persistent=\d+.*persistent=\d+"):
             run(second if world.rank == 0 else first)
         with pytest.raises(MismatchError, match=r"(?s)persistent=.*allreduce\(dtype='float64'|allreduce.*persistent="):
             if world.rank == 0:
@@ -424,7 +424,7 @@ def ranks_that_join(world: World) -> None:
             assert (run(first) == world.size - 1).all()
             for gather in (gathers, gather_group):
                 if step:
-                    with pytest.raises(MismatchError, match=r"needs every rank, but rank .* has joined"):
+                    with pytest.raises(MismatchError, match=r"needs every rank, but rank .* has called join"):
                         run(gather)
                 else:
                     run(gather)

@@ -129,7 +129,7 @@ def shown(node: ast.AST) -> str:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return shown(left) + shown(right)
         case _:
-            return f"…{_name(node)}…"
+            return f"…{_name(node)}…".replace("……", "…")
 
 
 def _name(node: ast.AST) -> str:

@@ -30,6 +30,7 @@ UNSEEN = (
     ("ray/executor.py", "RayExecutor: …lost…"),
     ("transport/stores/store_exchange.py", "told by …why…"),
     ("tools/bench/command.py", "…error…"),
+    ("tools/simulate.py", "…error…"),
     ("worlds/exit_hooks.py", "failed while …doing…:"),
     # These say what goes well, or as asked.
     ("launch/cli.py", "status at"),

@@ -7,7 +7,6 @@ this package takes precedence.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import runpy
@@ -17,6 +16,7 @@ from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.interchange import exchangeable
+from collectives.base.suggestions import nearest
 from collectives.schedules import registration, registry
 from collectives.schedules.mscclpp import from_mscclpp
 
@@ -367,7 +367,7 @@ def unknown(environment: Mapping[str, str]) -> list[str]:
     for name in sorted(environment):
         setting = name.removeprefix(_PREFIX)
         if name.startswith(_PREFIX) and setting not in settings and not name.startswith(_INTERNAL):
-            alike = difflib.get_close_matches(setting, settings, n=1)
-            meant = f"; did you mean {_PREFIX}{alike[0]}?" if alike else ""
+            alike = nearest(setting, settings)
+            meant = f"; did you mean {_PREFIX}{alike}?" if alike else ""
             problems.append(f"{name} is not a setting of collectives{meant} [A67]")
     return problems

@@ -7,7 +7,6 @@ the function's signature.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import sys
@@ -17,6 +16,7 @@ from types import CodeType
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 from collectives.base.reduce_op import Op
+from collectives.base.suggestions import did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -134,8 +134,7 @@ def refuse_unknown(options: Mapping[str, Any], accepted: type[Any]) -> None:
         # A function that hands any arguments on is called like one with parameters of its own.
         described = next(code for code in reversed(functions) if not code.co_flags & inspect.CO_VARARGS)
         own = described.co_varnames[: described.co_argcount + described.co_kwonlyargcount]
-        near = difflib.get_close_matches(unknown[0], {*own, *accepted.__optional_keys__}, 1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
+        meant = did_you_mean(unknown[0], (*own, *sorted(accepted.__optional_keys__)))
         raise TypeError(f"{functions[-1].co_name}() got an unexpected keyword argument {unknown[0]!r}{meant} [A15]")
 
 

@@ -6,7 +6,6 @@ What follows the launcher's own options is the user's command, which is passed o
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 from collectives import __version__
 from collectives.base import config
 from collectives.base.errors import InvalidArgumentError
+from collectives.base.suggestions import did_you_mean
 from collectives.launch import elastic_options, kubernetes, node
 from collectives.launch.options import IGNORED, SWITCHES, VALUES, nonempty, parsed
 
@@ -220,9 +220,8 @@ def _in_full(argument: str, actions: Mapping[str, argparse.Action]) -> tuple[str
         full_name = max(attached, key=len)
         equals, value = "=", argument.removeprefix(full_name)
     else:
-        near = difflib.get_close_matches(name, actions, 1)
-        meant = f"did you mean {near[0]!r}? See" if near else "see"
-        raise InvalidArgumentError(f"unknown option {name!r}; {meant} collectivesrun --help [L29]")
+        meant = did_you_mean(name, actions)
+        raise InvalidArgumentError(f"unknown option {name!r}{meant}; collectivesrun --help lists all options [L29]")
     return full_name, equals, value
 
 

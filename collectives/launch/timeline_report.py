@@ -9,7 +9,6 @@ which documents the format of its data.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import os
@@ -26,6 +25,7 @@ from collectives.base.errors import CollectivesError, InvalidArgumentError
 from collectives.engine import timeline
 from collectives.launch import timeline_summary as summary
 from collectives.launch.timeline_summary import IDLE, KINDS, Span, Trace
+from collectives.launch.usage import Parser
 
 _MOST_DRAWN = 100_000
 """Maximum spans in the drawing, and as many async spans and marks, for a page of 5 to 10 MB; the tables count all."""
@@ -385,7 +385,7 @@ def _count(number: int, what: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="collectives report", description="Make a report of a timeline.")
+    parser = Parser(prog="collectives report", description="Make a report of a timeline.")
     parser.add_argument("trace", help="the file that COLLECTIVES_TIMELINE or start_timeline named")
     parser.add_argument("report", nargs="?", help="the HTML page to write; without it: beside the trace, named like it")
     parser.add_argument("--text", action="store_true", help="print the tables as text, and write no page")

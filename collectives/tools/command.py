@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from collectives import __version__
+from collectives.base.suggestions import did_you_mean
 
 COMMANDS = {
     "run": ("collectives.launch.cli", "start a program on N ranks: collectivesrun"),
@@ -48,5 +49,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     if name in ("-h", "--help"):
         print(usage)
         return 0
-    print(f"collectives: unknown command {name!r}; expected {', '.join(COMMANDS)} [U7]", file=sys.stderr)
+    meant = did_you_mean(name, COMMANDS)
+    print(f"collectives: unknown command {name!r}{meant}; expected {', '.join(COMMANDS)} [U7]", file=sys.stderr)
     return 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 
+from collectives.launch.usage import Parser
 from collectives.tools import error_codes
 from collectives.tools.error_codes import Situation
 
@@ -20,7 +20,7 @@ _WIDEST = 100
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what each code means, and return the exit code: 2 if a code does not exist."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="collectives explain",
         description="Explain error codes: the message, its cause and its cure. Needs no network.",
         allow_abbrev=False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from collectives.base.config import algorithm_name
 from collectives.base.errors import InvalidArgumentError
 from collectives.launch import cli
+from collectives.launch.usage import Parser
 
 _USAGE = """\
 usage: collectives plan -np N [-H HOST:N,...] [--size SIZE ...] [options of collectivesrun]
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
 def _draw(arguments: Sequence[str]) -> int:
     from collectives.tools import drawing
 
-    parser = argparse.ArgumentParser("collectives plan", usage=_USAGE, add_help=False, allow_abbrev=False)
+    parser = Parser("collectives plan", usage=_USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("-np", type=int, required=True)
     parser.add_argument("--draw", type=Path, required=True)
     parser.add_argument("--collective", default="allreduce")

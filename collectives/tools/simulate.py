@@ -19,6 +19,7 @@ from typing import Any
 
 from collectives.base.config import in_units, parse_bytes
 from collectives.base.errors import CollectivesError, InvalidArgumentError
+from collectives.launch.usage import Parser
 from collectives.schedules import registry
 from collectives.simulation import chakra, gradients, rounds, topology
 from collectives.simulation.clock import Fault
@@ -26,7 +27,8 @@ from collectives.simulation.page import page
 from collectives.simulation.prediction import Predictor, exact, schedules
 from collectives.simulation.steps import Settings, Step, Workload, changes, simulate_step
 from collectives.simulation.topology import MOST_RANKS, PARSERS, SECONDS, Cluster
-from collectives.tools.bench.cli import Parser, algorithm, argument, new_file, size, whole_number
+from collectives.tools.bench import cli
+from collectives.tools.bench.cli import algorithm, argument, new_file, size, whole_number
 
 _DEFAULTS = Settings()
 _OVERRIDES = [field.name for field in fields(Cluster) if field.type == "float"]
@@ -62,14 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `collectives` ends quietly
         raise
     except (CollectivesError, OSError) as error:
-        flags.error(str(error))
+        print(f"{flags.prog}: error: {error}", file=sys.stderr)
+        return 2
 
 
 def _flags() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser("collectives simulate", description=__doc__)
+    flags = Parser("collectives simulate", description=__doc__)
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = flags.add_subparsers(required=True, metavar="COMMAND")
-    cluster = argparse.ArgumentParser(add_help=False)
+    cluster = Parser(add_help=False)
     cluster.add_argument("--cluster", default="ethernet-10g", help=f"a file, or {', '.join(topology.CLUSTERS)}")
     cluster.add_argument("--local-size", type=_size, dest="local", metavar="N", help="ranks of a host")
     for name in _OVERRIDES:
@@ -267,7 +270,7 @@ def _step(asked: argparse.Namespace) -> int:
 def _draw(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
     from collectives.tools.bench.plot import drawing, pictures, tidy
 
-    Parser("collectives simulate step", "").check_drawing()
+    cli.Parser("collectives simulate step", "").check_drawing()
     with drawing(file, 2, (12, 4.5), f"A step on {content['ranks']} ranks of {content['cluster']}") as (_, panels):
         scaling, gains = panels
         ranks = [row["ranks"] for row in content["scaling"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,13 +9,14 @@ from typing import Any
 
 from collectives.launch import status_server
 from collectives.launch.status import by_others
+from collectives.launch.usage import Parser
 
 _COLUMNS = ("rank", "host", "generation", "operations", "steps", "steps/s", "what it does")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the status of a job that was started on this host, and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="collectives status",
         description="Show what the ranks of a running job do, and who waits for whom, at which line.",
         epilog="On other hosts: ssh HOST collectives status. As a page for browsers: collectivesrun --status-port.",

@@ -158,7 +158,7 @@ def test_choices_reach_the_ranks(started: list[list[str]], environments: list[di
         ("--bogus -np 2 python", "unknown option '--bogus'"),
         ("--ver -np 2 python", "--ver: expected an option, got the beginning of several: --verbose, --version"),
         ("-npx python", "-np/-n/--num-proc: expected a number of ranks, 1 or more, got 'x'"),
-        ("--hostfule=f python", "unknown option '--hostfule'; did you mean '--hostfile'?"),
+        ("--hostfule=f python", "unknown option '--hostfule' (did you mean '--hostfile'?)"),
         ("-np 2 --gloo --mpi python", "--gloo and --mpi contradict each other: expected one of them"),
         (
             "-np 2 --cycle-time-ms abc python",

@@ -66,10 +66,10 @@ def default_world() -> Iterator[None]:
 @pytest.mark.parametrize(("keyword", "meant"), [("avrage", "average"), ("postscal_factor", "postscale_factor")])
 def test_a_misspelt_keyword_is_told_what_was_meant(keyword: str, meant: str) -> None:
     with pytest.raises(
-        TypeError, match=rf"^allreduce\(\) got an unexpected .* '{keyword}'; did you mean '{meant}'\? \[A15\]$"
+        TypeError, match=rf"^allreduce\(\) got an unexpected .* '{keyword}' \(did you mean '{meant}'\?\) \[A15\]$"
     ):
         collectives.allreduce(1.0, **{keyword: 1})
-    with pytest.raises(TypeError, match=rf"^allreduce_async\(\) .* '{keyword}'; did you mean '{meant}'\? \[A15\]$"):
+    with pytest.raises(TypeError, match=rf"^allreduce_async\(\) .* '{keyword}' \(did you mean '{meant}'\?\) \[A15\]$"):
         collectives.allreduce_async(1.0, **{keyword: 1})
     with pytest.raises(TypeError, match=r"^allreduce\(\) got an unexpected keyword argument 'colour' \[A15\]$"):
         collectives.allreduce(1.0, **{"colour": 1})

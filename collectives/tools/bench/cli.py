@@ -18,6 +18,7 @@ import numpy as np
 from collectives.base import launchers
 from collectives.base.config import ALGORITHMS, TRANSPORTS, algorithm_name, parse_bytes
 from collectives.base.errors import InvalidArgumentError
+from collectives.launch import usage
 from collectives.tools.bench.collective import OPERATIONS, Collective
 from collectives.tools.bench.device import DEVICES, MEMORIES, why_not
 
@@ -48,7 +49,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action) if action.default not in (None, ()) else action.help
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(usage.Parser):
     """Speaks on rank 0 only. The other ranks leave without a word and without an error of their own: a launcher that
     sees a failing rank ends the others, perhaps before rank 0 has said what is wrong."""
 
@@ -61,8 +62,9 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
-        self._print_message(f"{self.prog}: error: {message}; --help shows the flags [U1]\n", sys.stderr)
-        sys.exit(0 if self.rank else 2)
+        if self.rank:
+            sys.exit(0)
+        super().error(message)
 
     def add_count(self, *names: str, default: int, help: str, least: int = 1) -> None:
         """A flag with a whole number of at least ``least``."""

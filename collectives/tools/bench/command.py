@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from collectives.base.errors import InvalidArgumentError
+from collectives.base.suggestions import did_you_mean
 from collectives.launch import cli as launch
 from collectives.launch.command_line import make_parser, split
 from collectives.launch.hosts import allotted
@@ -48,7 +49,8 @@ def _start(arguments: Sequence[str]) -> int:
     own, command = split(parser, arguments)
     name, *flags = command or [""]
     if name not in COLLECTIVES:
-        raise InvalidArgumentError(f"expected {', '.join(COLLECTIVES)} or plot, got {name!r} [U2]")
+        meant = did_you_mean(name, COLLECTIVES)
+        raise InvalidArgumentError(f"expected {', '.join(COLLECTIVES)} or plot, got {name!r}{meant} [U2]")
     for option in ("-np", "-H"):
         while option in flags:
             at = flags.index(option)

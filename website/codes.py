@@ -35,7 +35,7 @@ UNSEEN = (
     # These say what goes well, or as asked.
     ("launch/cli.py", "status at"),
     ("launch/kubernetes.py", "its first lines say how to start it"),
-    ("launch/output.py", "interrupted as rank"),
+    ("launch/output.py", "interrupted along with rank"),
     ("tools/bench/run.py", "# "),
 )
 """Texts without a code: by module, some words of each."""

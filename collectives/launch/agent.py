@@ -61,7 +61,8 @@ def main() -> int:
     try:
         os.chdir(task["folder"])
     except OSError as error:
-        os.write(2, f"there is no folder {task['folder']!r}: {error.strerror} [L55]\n".encode())
+        text = f"cannot enter the folder {task['folder']!r}: {error.strerror}; create it on every host [L55]\n"
+        os.write(2, text.encode())
         return 1
     adopt_orphans()
     ranks = _Ranks(task)
@@ -222,7 +223,8 @@ class _Ranks:
             if _child_is_stopped(pid):
                 self._stopped[rank] = self._stopped.get(rank, 0.0) + ALIVE_EVERY
                 if self._stopped[rank] > self._most_stopped:
-                    os.write(2, f"rank {rank} is killed: it was stopped for {self._most_stopped:g} s [L2]\n".encode())
+                    text = f"killed rank {rank}: its process was stopped (SIGSTOP) for {self._most_stopped:g} s [L2]\n"
+                    os.write(2, text.encode())
                     self.obey("kill", rank)
             else:
                 self._stopped.pop(rank, None)

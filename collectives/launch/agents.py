@@ -200,7 +200,10 @@ class Agents(Ranks):
                 preexec_fn=agent.die_with_parent(),
             )
         except OSError as error:
-            self._output.say(f"while this program was stopped, its hosts got no signs of life: {error} [L134]")
+            self._output.say(
+                f"cannot tell the hosts that this program is stopped and not dead: {error}; they may end their ranks "
+                "[L134]"
+            )
             yield
             return
         try:
@@ -284,7 +287,9 @@ class Agents(Ranks):
                 self._lose(one, self._reason(one))
         elif not one.ready and now > one.start_by:
             self._lose(
-                one, f"cannot start {one.place}: no answer within {self.remote.timeout:g} s (--start-timeout) [L62]"
+                one,
+                f"cannot start {one.place}: the host did not answer within {self.remote.timeout:g} s; check it, "
+                "or raise --start-timeout [L62]",
             )
         elif self._sent and one.ready and one.place.host and now - one.heard > self._patience():
             self._lose(one, f"lost {one.place}: no sign of life for {now - one.heard:.0f} s [L63]")
@@ -300,7 +305,7 @@ class Agents(Ranks):
         if not one.place.host:
             return f"lost {one.place}: the process that watches them {how} [L64]"
         if one.ready:
-            return f"lost {one.place}: the connection by {self.remote.starter(one.place.host)} {how} [L65]"
+            return f"lost {one.place}: the {self.remote.starter(one.place.host)} connection {how} [L65]"
         starter, advice = self.remote.starter(one.place.host), self.remote.advice(one.place.host, code)
         return f"cannot start {one.place}: {starter} {how}; {advice} [L66]"
 

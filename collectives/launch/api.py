@@ -113,7 +113,7 @@ def pickled(*call: object) -> bytes:
         data: bytes = cloudpickle.dumps(call)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise InvalidArgumentError(
-            f"run: the function or its arguments cannot be pickled for the ranks: {error} [L77]"
+            f"run: cannot pickle the function or its arguments for the ranks: {error} [L77]"
         ) from error
     return data
 
@@ -142,7 +142,7 @@ def _wait(command: Sequence[str], environment: Mapping[str, str], timeout: float
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
         raise CollectiveTimeoutError(
-            f"run: the job was not done after {timeout:g} s, and has been ended [L78]"
+            f"run: the job did not finish within {timeout:g} s, and was ended; raise timeout [L78]"
         ) from None
     finally:
         if process.poll() is None:
@@ -180,7 +180,7 @@ def _returned(folder: Path, rank: int) -> Any:
     path = folder / RESULT.format(rank)
     if not path.exists():
         raise RankFailedError(
-            f"run: rank {rank} ended without returning: it called os._exit, or its host does not share "
-            f"{folder.parent} (set TMPDIR) [L6]"
+            f"run: rank {rank} ended without a result: it called os._exit, or its host does not share {folder.parent} "
+            "with this one; set TMPDIR to a folder that all hosts share [L6]"
         )
     return pickle.loads(path.read_bytes())

@@ -79,8 +79,8 @@ class BatchSystem(Ssh):
             return Ssh.advice(self, host, code)
         test = f"srun --overlap -N 1 -n 1 -w {host} true" if self.program == "srun" else f"blaunch {host} true"
         return (
-            f"'{test}' must succeed in the job, and {sys.executable} and {agent.__file__} must be there as here; or "
-            "take --launcher ssh"
+            f"'{test}' must succeed in the job, and {sys.executable} and {agent.__file__} must exist there too; or "
+            "pass --launcher ssh"
         )
 
 

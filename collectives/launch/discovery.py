@@ -52,7 +52,7 @@ def run_script(command: str, slots: int) -> Found:
             preexec_fn=die_with_parent(),
         )
     except OSError as error:
-        return f"it cannot be run: {error.strerror}"
+        return f"cannot run the script: {error.strerror}"
     assert process.stdout and process.stderr
     data = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
     out, err = data
@@ -64,25 +64,25 @@ def run_script(command: str, slots: int) -> Found:
         while sources.get_map() and len(data[out]) <= MOST_BYTES:
             left = end - time.monotonic()
             if left <= 0:
-                return f"it has not ended within {RUN_WITHIN:g} s"
+                return f"the script did not end within {RUN_WITHIN:g} s"
             for source in [key.fd for key, _ in sources.select(left)]:
                 piece = os.read(source, 64 << 10)
                 data[source] = data[source] + piece if source == out else (data[source] + piece)[-_SHOWN:]
                 if not piece:
                     sources.unregister(source)
         if len(data[out]) > MOST_BYTES:
-            return f"it has printed more than {MOST_BYTES >> 20} MiB"
+            return f"the script printed more than {MOST_BYTES >> 20} MiB"
         try:
             code = process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            return f"it has not ended within {RUN_WITHIN:g} s"
+            return f"the script did not end within {RUN_WITHIN:g} s"
         if code:
             said = data[err].decode(errors="replace").strip()
-            return f"it has ended with exit code {code}" + (f": {said}" if said else "")
+            return f"the script ended with exit code {code}" + (f": {said}" if said else "")
         lines = data[out].decode(errors="replace").splitlines()
         return parse_lines([line for line in lines if not _DRAINED.fullmatch(line)], "line", slots)
     except InvalidArgumentError as error:
-        return f"it has printed something else than hosts: {str(error)[:_SHOWN]}"
+        return f"the script printed something other than hosts: {str(error)[:_SHOWN]}"
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -112,7 +112,7 @@ class Discovery:
             try:
                 found = self._look()
             except Exception as error:  # a function of the user's
-                found = f"it has raised {type(error).__name__}: {error}"
+                found = f"it raised {type(error).__name__}: {error}"
             if self._closed.is_set():
                 return
             if found != last:

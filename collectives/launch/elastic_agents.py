@@ -132,7 +132,7 @@ class ElasticAgents(Agents):
             self._has_hosts = True
             self._carry_out(self._driver.discovered(found, now))
         elif self._has_hosts:
-            self._carry_out([Event("discovery", f"host discovery: {found}; the hosts stay as they were [E2]")])
+            self._carry_out([Event("discovery", f"host discovery: {found}; the job keeps its hosts [E2]")])
         else:
             self._carry_out(self._driver.give_up(f"host discovery: {found} [E3]", now))
 
@@ -161,7 +161,7 @@ class ElasticAgents(Agents):
     def _written(self, file: FileIO, outcome: Exception | None) -> None:
         if outcome is not None and file in self._event_files:
             self._event_files.remove(file)
-            self._output.say(f"--elastic-events: {outcome}: no more events are written to {file.name!r} [E39]")
+            self._output.say(f"--elastic-events: stopped writing events to {file.name!r}: {outcome} [E39]")
 
     def _begin(self, start: Start) -> None:
         """Start a member, and an agent on its host if there is none."""

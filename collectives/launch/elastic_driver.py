@@ -165,7 +165,7 @@ class Driver:
         for member in lost:
             del self.members[member.number]
             if member.state is not State.GONE:
-                self._bury(member, 1, "is lost with its host", now)
+                self._bury(member, 1, "was lost with its host", now)
         if host in self.hosts.slots:
             self._blacklist(host, "it was lost", now)
         if lost and self._ends_early():
@@ -230,7 +230,7 @@ class Driver:
             elif not member.runs and self.hosts.died_early(host):
                 self.hosts.close(host)
                 text = (
-                    f"host {host} gets no more members: several in a row have died there before their first commit; "
+                    f"no more members start on host {host}: several in a row died there before their first commit; "
                     f"the last one: {member.why or how} [E4]"
                 )
                 self._event("closed", text, host=host)
@@ -260,7 +260,7 @@ class Driver:
         """End newcomers whose hosts are gone, and members that have failed and do not end."""
         for member in list(self.members.values()):
             if member.state is State.FAILED and now >= member.since + self.rules.grace:
-                self._kill(member, "was ended: it has failed, and does not end", now)
+                self._kill(member, "was ended: it failed but did not exit", now)
             elif member.state in _NEW and not self.hosts.keeps(member.place, now):
                 if member.state is State.READY:
                     self._stop(member, "its host was removed")
@@ -307,7 +307,7 @@ class Driver:
             too_late = now >= self._waiting_since + self.rules.elastic_timeout
             for member in missing:
                 if too_late or member.lives_after < self.generation:
-                    self._kill(member, f"was declared dead: it has not ended generation {self.generation} in time", now)
+                    self._kill(member, f"was declared dead: it did not leave generation {self.generation} in time", now)
             missing = self._missing()
         if self.generation == 0:
             here = self._in_state(State.HERE)
@@ -369,8 +369,8 @@ class Driver:
         absent = [str(rank) for rank in self.ranks if self._state(rank) is State.GONE]
         return (
             f"members {', '.join(absent)}: {waiting} of the {len(self.ranks)} members of generation {self.generation} "
-            "are no majority, and the others may go on without them (half of them go on with a newcomer; "
-            "COLLECTIVES_QUORUM=any goes on without a majority)"
+            "are no majority, and the others may be continuing without them (half of the members and a newcomer "
+            "suffice; set COLLECTIVES_QUORUM=any to continue without a majority)"
         )
 
     def _wait(self, missing: Sequence[Member], size: int, now: float, lacking: str = "") -> None:
@@ -379,25 +379,26 @@ class Driver:
         if lacking:
             pass
         elif not self.unused:
-            lacking = f"hosts that take {ranks_in_words(self.rules.smallest)}"
+            lacking = f"hosts with room for {ranks_in_words(self.rules.smallest)}"
         elif missing:
-            doing = f"leave generation {self.generation}, which compute" if self.generation else "call init()"
+            doing = f"leave generation {self.generation} (still computing)" if self.generation else "call init()"
             lacking = f"{numbered(missing)} to {doing}"
             bound = bound if self.generation else max(bound, FIRST_WITHIN)
         else:
-            lacking = f"{ranks_in_words(self.rules.smallest - size)} more"
+            lacking = ranks_in_words(self.rules.smallest - size, "more ")
             new = [member for member in self.members.values() if member.state in (State.STARTED, State.ALONE)]
-            lacking += f" ({numbered(new)} on the way)" if new else f" ({self.hosts.NO_ROOM})"
+            lacking += f" ({numbered(new)} starting)" if new else f" ({self.hosts.NO_ROOM})"
         places = len(list(self.hosts.places(now)))
         if self.rules.fixed and self.rules.cooldown is None and places < self.rules.smallest:
             self._give_up(
-                f"the hosts that are left take {ranks_in_words(places)}, --min-np is {self.rules.smallest} [E5]"
+                f"the remaining hosts have room for only {ranks_in_words(places)}, but --min-np is "
+                f"{self.rules.smallest}; add hosts, or lower --min-np [E5]"
             )
         elif seconds >= bound:
-            self._give_up(f"waited {seconds:.0f} s for {lacking} ({self.hosts.TIMEOUT}) [E6]")
+            self._give_up(f"waited {seconds:.0f} s for {lacking}; to wait longer, raise {self.hosts.TIMEOUT} [E6]")
         elif now - self._said_waiting >= WAITING_EVERY:
             self._said_waiting = now
-            self._event("waiting", f"waiting since {seconds:.0f} s for {lacking}", seconds=seconds)
+            self._event("waiting", f"has waited {seconds:.0f} s for {lacking}", seconds=seconds)
 
     def _publish(self, members: Sequence[Member], now: float) -> None:
         limit = self.rules.reset_limit
@@ -490,7 +491,11 @@ class Driver:
         elif self._ends_early():
             self._finish(End(self._code(1)))
         elif self.generation and not ranks:
-            text = "all ranks have ended, and the state with them [E8]" if self._recovers else ""
+            text = (
+                "all ranks have ended, so no copy of the state is left; start again from a checkpoint [E8]"
+                if self._recovers
+                else ""
+            )
             self._finish(End(self._code(int(self._recovers)), text))
         elif self.unused and not self.members and self._closed:
             self._finish(End(self._code(0)))

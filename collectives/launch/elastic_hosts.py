@@ -20,7 +20,7 @@ class HostTable:
     """
 
     NO_ROOM, TIMEOUT = "no host has room", "--elastic-timeout"
-    """For messages: why no more members come, and what says how long they are waited for."""
+    """For messages: why no more members come, and the setting that bounds the wait for them."""
 
     def __init__(self, cooldown: tuple[float, float] | None, random: Callable[[], float]) -> None:
         self.slots: dict[str, int] = {}
@@ -85,7 +85,7 @@ class HostTable:
 class AnyHosts(HostTable):
     """The hosts of processes that come by themselves: all may stay, and none are started."""
 
-    NO_ROOM, TIMEOUT = "none has come", "COLLECTIVES_ELASTIC_TIMEOUT"
+    NO_ROOM, TIMEOUT = "none has started", "COLLECTIVES_ELASTIC_TIMEOUT"
 
     def __init__(self) -> None:
         super().__init__(None, lambda: 0.0)

@@ -32,10 +32,16 @@ def add_to(parser: argparse.ArgumentParser, positive: Number, count: Number, sec
     """Add the options to a parser; the functions are types of their values."""
     group = parser.add_argument_group("elastic jobs (with --min-np or --host-discovery-script)")
     add = group.add_argument
-    add("--min-np", "--min-num-proc", metavar="N", type=positive, help="fewest ranks to run with (default: -np)")
-    add("--max-np", "--max-num-proc", metavar="N", type=positive, help="most ranks (default: -np, or all slots)")
+    add("--min-np", "--min-num-proc", metavar="N", type=positive, help="smallest number of ranks (default: -np)")
+    add(
+        "--max-np",
+        "--max-num-proc",
+        metavar="N",
+        type=positive,
+        help="largest number of ranks (default: -np, or all slots)",
+    )
     script = add("--host-discovery-script", metavar="COMMAND")
-    script.help = "prints the hosts that there are now, one a line: 'host' or 'host:slots'; run every second"
+    script.help = "a command that prints the current hosts, one a line: 'host' or 'host:slots'; it runs every second"
     slots = add("--slots-per-host", "--slots", metavar="N", type=positive)
     slots.help = "ranks on a host for which the script prints no number (default: 1)"
     timeout = add("--elastic-timeout", metavar="SECONDS", type=seconds)
@@ -43,13 +49,16 @@ def add_to(parser: argparse.ArgumentParser, positive: Number, count: Number, sec
     limit = add("--reset-limit", metavar="N", type=count)
     limit.help = "how often the ranks may change before the job gives up (default: any number of times)"
     cooldown = add("--blacklist-cooldown-range", metavar=("MIN", "MAX"), type=seconds, nargs=2)
-    cooldown.help = "seconds for which a host is blacklisted, twice as long each time (default: for ever)"
+    cooldown.help = "seconds for which a host is blacklisted, twice as long each time (default: forever)"
     failure = add("--on-rank-failure", choices=("rank", "host"))
-    failure.help = "replace the rank, or blacklist its host (default: rank; of horovodrun with several hosts: host)"
+    failure.help = (
+        "when a rank fails, replace the rank, or blacklist its host (default: rank; for horovodrun with several "
+        "hosts: host)"
+    )
     spares = add("--warm-spares", metavar="N", type=count)
-    spares.help = "ranks beyond --max-np that are kept ready, where hosts have slots for them (default: 0)"
+    spares.help = "ranks beyond --max-np to keep ready, where hosts have slots for them (default: 0)"
     events = add("--elastic-events", metavar="FILE", action="append")
-    events.help = "append what happens to a file, as lines of JSON"
+    events.help = "append the job's events to a file, one JSON object a line"
 
 
 def wanted(options: argparse.Namespace) -> bool:
@@ -58,20 +67,22 @@ def wanted(options: argparse.Namespace) -> bool:
         lone = next((flag for name, flag in _NEEDS.items() if getattr(options, name) is not None), None)
         if lone is not None:
             raise InvalidArgumentError(
-                f"{lone}: only elastic jobs have it; see --min-np and --host-discovery-script [L32]"
+                f"{lone}: only for elastic jobs; pass --min-np or --host-discovery-script too [L32]"
             )
         return False
     if options.launcher == "mpi":
         raise InvalidArgumentError(
-            "--launcher mpi: MPI ends all ranks when one fails, and starts no further ones; elastic jobs need "
-            "--launcher ssh [L72]"
+            "--launcher mpi: MPI cannot run an elastic job: it ends all ranks when one fails, and starts no new ones; "
+            "pass --launcher ssh [L72]"
         )
     if options.host_discovery_script is not None and (options.hosts or options.hostfile):
         raise InvalidArgumentError(
-            "--host-discovery-script: expected it or --hosts or --hostfile, got two of them [L33]"
+            "--host-discovery-script, --hosts and --hostfile all name the hosts; pass only one of them [L33]"
         )
     if options.slots_per_host is not None and options.host_discovery_script is None:
-        raise InvalidArgumentError("--slots-per-host: only for --host-discovery-script; write --hosts host:N,... [L34]")
+        raise InvalidArgumentError(
+            "--slots-per-host: only for --host-discovery-script; with --hosts, write host:N [L34]"
+        )
     smallest, largest = _sizes(options)
     for flag, text, holds in (
         ("--min-np", f"at most -np {options.ranks}", options.ranks is None or smallest <= options.ranks),

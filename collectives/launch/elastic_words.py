@@ -12,12 +12,12 @@ def how_ended(code: int) -> str:
     """Return in words how a process has ended."""
     if code > 128 and code - 128 in set(signal.Signals):
         return f"was killed by {signal.Signals(code - 128).name}"
-    return f"failed with exit code {code}" if code else "has left (exit code 0)"
+    return f"failed with exit code {code}" if code else "left the job (exit code 0)"
 
 
-def ranks_in_words(number: int) -> str:
-    """Return ``1 rank`` or ``3 ranks``."""
-    return f"{number} rank{'' if number == 1 else 's'}"
+def ranks_in_words(number: int, more: str = "") -> str:
+    """Return ``1 rank`` or ``3 ranks``; with ``more="more "``, ``3 more ranks``."""
+    return f"{number} {more}rank{'' if number == 1 else 's'}"
 
 
 def numbered(members: Sequence[Member]) -> str:

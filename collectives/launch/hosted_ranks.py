@@ -126,8 +126,8 @@ def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
     """
     if not _one_call.acquire(timeout=_FREE_WITHIN):
         raise CollectiveTimeoutError(
-            f"process {os.getpid()} on {socket.gethostname()} is still rank {os.environ.get('COLLECTIVES_RANK')} of an "
-            f"earlier call, whose function has not returned for {_FREE_WITHIN:g} s: start the process anew [L79]"
+            f"process {os.getpid()} on {socket.gethostname()} is still rank {os.environ.get('COLLECTIVES_RANK')} of "
+            f"an earlier call, whose function did not return within {_FREE_WITHIN:g} s; restart that process [L79]"
         )
     global _rank_thread
     try:

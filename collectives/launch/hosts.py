@@ -58,7 +58,9 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         ) from None
     hosts = parse_lines(lines, f"--hostfile: {path}")
     if not hosts:
-        raise InvalidArgumentError(f"--hostfile: {path!r} names no host [L43]")
+        raise InvalidArgumentError(
+            f"--hostfile: {path!r} names no host; write one a line, such as 'host slots=4' [L43]"
+        )
     return hosts
 
 
@@ -102,7 +104,8 @@ def _distinct(hosts: Sequence[Host], source: str) -> tuple[Host, ...]:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InvalidArgumentError(
-            f"{source}: expected each host once, got {twice!r} {names.count(twice)} times; write {twice}:N [L45]"
+            f"{source}: expected each host once, got {twice!r} {names.count(twice)} times; write {twice}:N for N "
+            "ranks on it [L45]"
         )
     return tuple(hosts)
 

@@ -134,8 +134,8 @@ def run(ranks: Ranks, output: Output) -> int:
         done = output.records.first_done
         if first is None and done is not None and not ended_by and ranks.code:
             output.say(
-                f"rank {done.rank} on {done.host} was the first to end, with exit code 0, and the others were ended "
-                "for that; if it ended by os._exit, let it reach the end of the program as the others do [L140]"
+                f"rank {done.rank} on {done.host} ended first, with exit code 0, and the other ranks were ended "
+                "because of that; if it calls os._exit, let it reach the end of the program instead [L140]"
             )
         while output.waiting()[1] and not _turn(output, signals, _LOOK)[0]:
             pass

@@ -43,14 +43,14 @@ def add_to(parser: argparse.ArgumentParser, positive: Callable[[str], object]) -
     group = parser.add_argument_group("Kubernetes (nothing is started)")
     add = group.add_argument
     file = add("--kubernetes", metavar="FILE")
-    file.help = "write a manifest of the job to a file (-: stdout), to be started by kubectl"
+    file.help = "write a manifest of the job to a file (-: stdout); start it with kubectl"
     kind = add("--kubernetes-kind", choices=tuple(_KINDS), default="indexed-job")
-    kind.help = "what to write (default: indexed-job)"
-    add("--image", help="the container image with the program and collectives")
+    kind.help = "the kind of manifest (default: indexed-job)"
+    add("--image", help="the container image that has the program and collectives")
     gpus = add("--gpus-per-pod", metavar="N", type=positive)
-    gpus.help = "NVIDIA GPUs of each pod, which has as many ranks; of pods without GPUs, --slots-per-host says how many"
-    add("--job-name", metavar="NAME", help="of the job and its service (default: that of the file)")
-    add("--namespace", metavar="NAME", help="where to start the job (default: where kubectl starts it)")
+    gpus.help = "NVIDIA GPUs of each pod, and its number of ranks; for pods without GPUs, pass --slots-per-host"
+    add("--job-name", metavar="NAME", help="the name of the job and of its service (default: the file's)")
+    add("--namespace", metavar="NAME", help="the namespace of the job (default: kubectl's)")
 
 
 @dataclass(frozen=True)
@@ -243,20 +243,23 @@ def _pods(
     of_pods = parser.parse_args(list(kept))
     if elastic_options.wanted(of_pods) or of_pods.hosts or of_pods.hostfile or of_pods.node or of_pods.launcher:
         raise InvalidArgumentError(
-            "--kubernetes: the pods are the hosts: expected none of --hosts, --hostfile, --host-discovery-script, "
-            "--node and --launcher [L82]"
+            "--kubernetes: the pods are the hosts; leave out --hosts, --hostfile, --host-discovery-script, --node and "
+            "--launcher [L82]"
         )
     is_elastic = options.kubernetes_kind == "elastic"
     for holds, message in (
-        (program, "no program given: collectivesrun --kubernetes job.yaml --image IMAGE -np N python train.py [L83]"),
-        (options.ranks, "-np is missing: expected the number of ranks, such as -np 8 [L84]"),
+        (
+            program,
+            "no program given; write: collectivesrun --kubernetes job.yaml --image IMAGE -np N python train.py [L83]",
+        ),
+        (options.ranks, "-np is missing: pass the number of ranks, such as -np 8 [L84]"),
         (
             options.image,
-            "--image is missing: expected the container image with the program, such as registry/train:1 [L85]",
+            "--image is missing: pass the container image that has the program, such as registry/train:1 [L85]",
         ),
         (
             is_elastic or not (options.min_np or options.max_np),
-            "--min-np, --max-np: expected --kubernetes-kind elastic [L86]",
+            "--min-np, --max-np: only for elastic jobs; pass --kubernetes-kind elastic too [L86]",
         ),
     ):
         if not holds:
@@ -264,7 +267,8 @@ def _pods(
     count = -(-options.ranks // (options.slots_per_host or options.gpus_per_pod or 1))
     if is_elastic and count < 2:
         raise InvalidArgumentError(
-            f"--kubernetes-kind elastic: expected 2 pods or more, got -np {options.ranks} in one [L87]"
+            f"--kubernetes-kind elastic: expected 2 pods or more, got 1 for -np {options.ranks}; raise -np, or lower "
+            "--slots-per-host or --gpus-per-pod [L87]"
         )
     sizes = {"COLLECTIVES_MIN_SIZE": options.min_np, "COLLECTIVES_MAX_SIZE": options.max_np}
     return Pods(
@@ -284,15 +288,13 @@ def _pods(
 def _name(given: str | None, file: str) -> str:
     """Return the job's name: as given, or like its file's."""
     if not file.isprintable():
-        raise InvalidArgumentError(
-            f"--kubernetes: expected the name of a file without line breaks, got {file!r} [L143]"
-        )
+        raise InvalidArgumentError(f"--kubernetes: expected a file name without line breaks, got {file!r} [L143]")
     stem = "job" if file == "-" else Path(file).stem
     name = re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-") if given is None else given
     if not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > _MOST_LETTERS:
         raise InvalidArgumentError(
-            f"--job-name: expected lower-case letters, digits and '-', a letter first, {_MOST_LETTERS} at most, got "
-            f"{name!r} [L88]"
+            f"--job-name: expected at most {_MOST_LETTERS} lower-case letters, digits and '-', beginning with a "
+            f"letter and not ending with '-', got {name!r} [L88]"
         )
     return name
 
@@ -300,8 +302,8 @@ def _name(given: str | None, file: str) -> str:
 def _namespace(given: str | None) -> str:
     if given is not None and not re.fullmatch("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", given):
         raise InvalidArgumentError(
-            f"--namespace: expected lower-case letters, digits and '-', which it neither begins nor ends with, 63 at "
-            f"most, got {given!r} [L89]"
+            "--namespace: expected at most 63 lower-case letters, digits and '-', not beginning or ending with '-', "
+            f"got {given!r} [L89]"
         )
     return given or ""
 

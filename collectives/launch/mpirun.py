@@ -102,14 +102,16 @@ def identify(path: str) -> Launcher:
             env=with_tools(path, os.environ),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InvalidArgumentError(f"{path} --version: {error}; or start the ranks with --launcher ssh [L73]") from None
+        raise InvalidArgumentError(
+            f"cannot run {path} --version: {error}; repair that MPI, or pass --launcher ssh [L73]"
+        ) from None
     implementation = recognise(shown.stdout + shown.stderr)
     if implementation is None:
         first = (shown.stdout + shown.stderr).strip().partition("\n")[0]
         names = ", ".join(vendor.value for vendor in Vendor)
         raise InvalidArgumentError(
-            f"{path} --version: expected one of {names}, got {first!r}; start the ranks with that MPI's own mpirun: "
-            f"mpirun -np N python ..., or with --launcher ssh [L74]"
+            f"{path} --version: expected one of {names}, got {first!r}; start the ranks with that MPI's own mpirun "
+            "(mpirun -np N python ...), or pass --launcher ssh [L74]"
         )
     return Launcher(path, *implementation)
 
@@ -206,7 +208,7 @@ class MpiRanks(Ranks):
         self.processes[0].send_signal(number)
 
     def end(self) -> None:
-        self._output.say("the MPI launcher goes on although the job has ended; ending it [L75]")
+        self._output.say("the job has ended, but mpirun is still running; ending it [L75]")
         self.processes[0].terminate()
 
     def close(self) -> None:

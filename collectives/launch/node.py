@@ -40,8 +40,8 @@ class Node(NamedTuple):
         each = -(-ranks // self.hosts)
         if (self.hosts - 1) * each >= ranks:
             raise InvalidArgumentError(
-                f"--node {self.number}/{self.hosts}: expected {-(-ranks // each)} hosts at most, of {each} ranks each, "
-                f"for -np {ranks} [L38]"
+                f"--node {self.number}/{self.hosts}: expected {-(-ranks // each)} hosts at most, with {each} ranks "
+                f"each, for -np {ranks} [L38]"
             )
         return each
 
@@ -60,15 +60,17 @@ def meeting(node: Node, ranks: int, environment: Mapping[str, str]) -> dict[str,
     InvalidArgumentError: there is no such host, or the environment does not say where.
     """
     if node.number >= node.hosts and environment.get("COLLECTIVES_ELASTIC") != "1":
-        raise InvalidArgumentError(f"--node {node.number}/{node.hosts}: expected a number below {node.hosts} [L39]")
+        raise InvalidArgumentError(
+            f"--node {node.number}/{node.hosts}: expected a host number from 0 to {node.hosts - 1} [L39]"
+        )
     if ranks == 1:
         return {}
     try:
         host, port = parse_address(environment.get(_RENDEZVOUS, ""))
     except ValueError as error:
         raise InvalidArgumentError(
-            f"--node: {_RENDEZVOUS}={str(error)!r}: expected where the ranks meet, on all hosts the same: "
-            "tcp://host:port, with host 0 and a port that is free there; set also the same COLLECTIVES_KEY [L40]"
+            f"--node: {_RENDEZVOUS}={str(error)!r}: expected tcp://host:port, with the address of host 0 and a port "
+            "that is free there; set it, and COLLECTIVES_KEY, to the same values on all hosts [L40]"
         ) from None
     told = {name: environment[name] for name in (_RENDEZVOUS, "COLLECTIVES_KEY") if environment.get(name)}
     return {**told, "MASTER_ADDR": host, "MASTER_PORT": str(port + 1)}

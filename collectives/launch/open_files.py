@@ -25,8 +25,8 @@ class OpenFiles:
         )
         if needed > hard:
             raise InvalidArgumentError(
-                f"the launcher needs {needed} open files for {hosts} hosts and {ranks} ranks, and this system allows "
-                f"{hard}: raise the hard limit (ulimit -Hn), or take fewer hosts [L132]"
+                f"the launcher needs {needed} open files for {hosts} hosts and {ranks} ranks, but this system allows "
+                f"{hard}; raise the hard limit (ulimit -Hn), or use fewer hosts [L132]"
             )
         if needed > soft:
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, self._before[1]))

@@ -145,11 +145,11 @@ class Output:
         for screen in self._screens.values():
             screen.settle(all_of_it=True)
         if interrupted[1:]:
-            self.say(f"{listed(interrupted[1:])}: interrupted as rank {interrupted[0]} (--verbose shows where)")
+            self.say(f"interrupted along with rank {interrupted[0]}: {listed(interrupted[1:])} (--verbose shows where)")
         hidden = sorted(rank for rank in self._withheld if rank in others and (first is None or rank != first.rank))
         if first is not None:
             also = (
-                f"collectivesrun: because of what follows, so failed {listed(hidden)} (--verbose shows how)\n"
+                f"collectivesrun: {listed(hidden)} failed as a consequence of the failure below (--verbose shows how)\n"
                 if hidden
                 else ""
             )

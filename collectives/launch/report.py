@@ -82,15 +82,15 @@ def several(launcher: Launcher | None, usable: bool, library: str) -> str:
         library: the MPI that mpi4py loads.
     """
     if not usable and version("mpi4py"):
-        return "no, but with --launcher ssh"
+        return "only with --launcher ssh"
     if launcher is None or not version("mpi4py"):
         return "yes, without MPI"
     if library and not _fits(launcher.vendor, library):
         return (
-            f"no, but with --launcher ssh: mpirun belongs to {launcher.vendor.value}, and mpi4py loads {library}, so "
-            "that ranks would not find each other"
+            f"only with --launcher ssh: mpirun belongs to {launcher.vendor.value}, but mpi4py loads {library}, so the "
+            "ranks would not find each other"
         )
-    return "yes, by MPI" if library else "no, but with --launcher ssh: mpi4py cannot load an MPI library"
+    return "yes, by MPI" if library else "only with --launcher ssh: mpi4py cannot load an MPI library"
 
 
 def _horovods_table() -> list[str]:
@@ -138,8 +138,8 @@ def show_plan(ranks: int, hosts: Sequence[Host], config: Config, sizes: Sequence
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     network = "TCP" if over_tcp else "MPI (for TCP set COLLECTIVES_NETWORK=tcp)"
     between = "" if len(placed) == 1 else f", between hosts connected by {network}"
-    what = "tensors that no other rank has mapped (docs/glossary.md has the words)"
-    return "\n".join([f"What {ranks} ranks on {on}{between} would do with {what}:", "", *table])
+    what = "tensors that no other rank has mapped (docs/glossary.md explains the terms)"
+    return "\n".join([f"The planner's choices for {ranks} ranks on {on}{between}, for {what}:", "", *table])
 
 
 def version(package: str) -> str:

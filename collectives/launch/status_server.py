@@ -65,7 +65,7 @@ def serve(snapshot: Snapshot, port: int | None = None) -> Iterator[str]:
                 page = _PageServer(port, snapshot)
             except OSError as error:
                 raise InvalidArgumentError(
-                    f"--status-port {port}: {error.strerror}; take another one, or 0 for any [L128]"
+                    f"--status-port {port}: {error.strerror}; choose another port, or 0 for any free one [L128]"
                 ) from None
             stack.enter_context(_running(page))
             address = f"http://127.0.0.1:{page.server_port}/{page.token}/"

@@ -55,7 +55,7 @@ def write(trace_path: str | os.PathLike[str], html_path: str | os.PathLike[str])
         Path(html_path).write_text(page(trace, Path(trace_path).name), encoding="utf-8")
     except OSError as error:
         raise InvalidArgumentError(
-            f"the report {os.fspath(html_path)!r} cannot be written: {error.strerror} [U15]"
+            f"cannot write the report {os.fspath(html_path)!r}: {error.strerror} [U15]"
         ) from error
 
 
@@ -64,10 +64,10 @@ def _read(trace_path: str | os.PathLike[str]) -> Trace:
         trace = summary.parse(timeline.read(trace_path))
     except OSError as error:
         raise InvalidArgumentError(
-            f"the trace {os.fspath(trace_path)!r} cannot be read: {error.strerror} [U16]"
+            f"cannot read the trace {os.fspath(trace_path)!r}: {error.strerror} [U16]"
         ) from error
     if not trace.names or trace.end <= trace.begin:
-        raise InvalidArgumentError(f"the trace {os.fspath(trace_path)!r} holds no events of any rank [U17]")
+        raise InvalidArgumentError(f"the trace {os.fspath(trace_path)!r} has no events of any rank [U17]")
     return trace
 
 
@@ -387,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = Parser(prog="collectives report", description="Make a report of a timeline.")
     parser.add_argument("trace", help="the file that COLLECTIVES_TIMELINE or start_timeline named")
-    parser.add_argument("report", nargs="?", help="the HTML page to write; without it: beside the trace, named like it")
+    parser.add_argument("report", nargs="?", help="the HTML page to write (default: the trace's name with .html)")
     parser.add_argument("--text", action="store_true", help="print the tables as text, and write no page")
     arguments = parser.parse_args(argv)
     report = arguments.report or str(Path(arguments.trace).with_suffix(".html"))

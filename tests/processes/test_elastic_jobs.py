@@ -172,7 +172,10 @@ def test_without_enough_hosts_the_job_gives_up(tmp_path: Path) -> None:
     job = run(tmp_path, {1: "hosts localhost:1"}, *options, hosts="localhost:2", expect=1)
     assert job.generations == [[0, 1]] and job.output.count("RuntimeError: waited ") == 2
     last = job.output.rstrip().rpartition("\n")[2]
-    assert last.startswith("collectivesrun: waited ") and "for 1 rank more (no host has room) (--elastic-tim" in last
+    assert (
+        last.startswith("collectivesrun: waited ")
+        and "for 1 more rank (no host has room); to wait longer, raise --elastic-tim" in last
+    )
 
 
 def test_a_file_for_events_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -202,13 +205,16 @@ def test_a_failing_host_is_blacklisted_as_by_horovodrun(tmp_path: Path) -> None:
 def test_a_member_that_does_not_answer_is_killed_with_its_children(tmp_path: Path) -> None:
     job = run(tmp_path, {1: "stop 1", 2: "finish"}, "-np", "2", "--min-np", "1", env={"COLLECTIVES_PEER_TIMEOUT": "1"})
     assert job.generations == [[0, 1], [0]]
-    assert job.of("died")[0]["why"].startswith("was declared dead: it has not ended generation 1")
+    assert job.of("died")[0]["why"].startswith("was declared dead: it did not leave generation 1")
 
 
 def test_a_stopped_member_that_nobody_misses_is_killed(tmp_path: Path) -> None:
     plan = {1: "freeze 1", 2: "finish"}
     job = run(tmp_path, plan, "-np", "2", "--min-np", "1", env={"COLLECTIVES_PEER_TIMEOUT": "1"})
-    assert job.generations == [[0, 1], [0]] and "rank 1 is killed: it was stopped for 1 s [L2]\n" in job.output
+    assert (
+        job.generations == [[0, 1], [0]]
+        and "killed rank 1: its process was stopped (SIGSTOP) for 1 s [L2]\n" in job.output
+    )
 
 
 def test_horovods_variables(tmp_path: Path) -> None:
@@ -231,7 +237,8 @@ def test_the_first_member_gets_the_launchers_input() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "problem"), [("exit 3", "it has ended with exit code 3"), ("echo '?:'", "it has printed something else")]
+    ("script", "problem"),
+    [("exit 3", "the script ended with exit code 3"), ("echo '?:'", "the script printed something other")],
 )
 def test_a_discovery_script_that_fails_at_first_ends_the_job(script: str, problem: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "collectives.launch", "-np", "2", "--host-discovery-script", script, "true"]
@@ -378,4 +385,4 @@ print("heard", [event.kind for event in heard if event.kind == "host_added"], di
     for member in (0, 2):
         assert f"[{member}] heard [] ['member 1'] (0, 2, 3)\n" in output, output
     assert "[3] heard [] [] (0, 2, 3)\n" in output, "not what was before"
-    assert output.count("a function that hears of the job's events has failed, of elastic: died: member 1 on ") == 2
+    assert output.count("a listener of on_event() failed on elastic: died: member 1 on ") == 2

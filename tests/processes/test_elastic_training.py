@@ -191,7 +191,7 @@ def test_a_failure_on_every_host_ends_the_job(failing: list[int], tmp_path: Path
 def test_below_the_minimum_the_job_waits_and_gives_up(tmp_path: Path) -> None:
     options = ("-np", "4", "--min-np", "4", "--elastic-timeout", "1")
     job = train(tmp_path, "numpy", [FOUR], *options, failures={1: [0]}, expect=1)
-    assert job.column("size") == [4] and "for 2 ranks more (no host has room)" in job.of("gave_up")[0]["text"]
+    assert job.column("size") == [4] and "for 2 more ranks (no host has room)" in job.of("gave_up")[0]["text"]
 
 
 def test_more_resets_than_allowed_end_the_job(tmp_path: Path) -> None:

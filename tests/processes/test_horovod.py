@@ -262,4 +262,4 @@ def test_a_killed_rank_is_raised(tmp_path: Path) -> None:
 
 def test_a_function_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     output = call("openmpi", tmp_path, "time.sleep(300)", "timeout=4.0").output
-    assert "raised CollectiveTimeoutError: run: the job was not done after 4 s" in output
+    assert "raised CollectiveTimeoutError: run: the job did not finish within 4 s" in output

@@ -88,4 +88,4 @@ def test_a_step_that_cannot_start_names_the_command_to_try() -> None:
     system = batch_system(SLURM, Ssh())
     assert system is not None
     assert system.advice("node2", 1).startswith("'srun --overlap -N 1 -n 1 -w node2 true' must succeed in the job")
-    assert system.advice("node2", 1).endswith("; or take --launcher ssh")
+    assert system.advice("node2", 1).endswith("; or pass --launcher ssh")

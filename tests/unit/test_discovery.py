@@ -25,12 +25,12 @@ def test_hosts_and_slots() -> None:
 @pytest.mark.parametrize(
     ("script", "problem"),
     [
-        ("echo a:1; echo no such thing >&2; exit 3", "it has ended with exit code 3: no such thing"),
-        ("/no/such/script", "it has ended with exit code 127"),
-        ("echo 'a:x'", "it has printed something else than hosts: line:1: expected 'host slots=4' or 'host:4'"),
-        ("printf 'a\\na:2\\n'", "it has printed something else than hosts: line: expected each host once"),
-        ("head -c 200000000 /dev/urandom", "it has printed more than 1 MiB"),
-        ("kill -9 $$", "it has ended with exit code -9"),
+        ("echo a:1; echo no such thing >&2; exit 3", "the script ended with exit code 3: no such thing"),
+        ("/no/such/script", "the script ended with exit code 127"),
+        ("echo 'a:x'", "the script printed something other than hosts: line:1: expected 'host slots=4' or 'host:4'"),
+        ("printf 'a\\na:2\\n'", "the script printed something other than hosts: line: expected each host once"),
+        ("head -c 200000000 /dev/urandom", "the script printed more than 1 MiB"),
+        ("kill -9 $$", "the script ended with exit code -9"),
     ],
 )
 def test_a_problem_is_named(script: str, problem: str) -> None:
@@ -42,7 +42,7 @@ def test_a_problem_is_named(script: str, problem: str) -> None:
 def test_a_script_that_hangs_is_ended(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "RUN_WITHIN", 0.2)
     begin = time.monotonic()
-    assert run_script(script, 1) == "it has not ended within 0.2 s"
+    assert run_script(script, 1) == "the script did not end within 0.2 s"
     assert time.monotonic() - begin < 20
 
 
@@ -58,7 +58,7 @@ def test_a_function_that_raises_is_told_and_asked_again(monkeypatch: pytest.Monk
 
     watching = Discovery(look, told.put)
     try:
-        words = ["it has raised KeyError: 'NodeID'", "it has raised OSError: no route"]
+        words = ["it raised KeyError: 'NodeID'", "it raised OSError: no route"]
         assert [told.get(timeout=10) for _ in range(3)] == [*words, (Host("a"),)]
     finally:
         watching.close()

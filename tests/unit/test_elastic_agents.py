@@ -123,7 +123,7 @@ def test_a_file_of_events_that_is_full_is_given_up(tmp_path: Path, monkeypatch: 
     with launched("quick", ["/dev/full", str(path)]) as agents:
         until(agents, lambda: len(agents._event_files) == 1 and is_ready(agents, "quick"))
     full = f"[Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"
-    assert f"--elastic-events: {full}: no more events are written to '/dev/full' [E39]" in said
+    assert f"--elastic-events: stopped writing events to '/dev/full': {full} [E39]" in said
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["host_added", "started"]
 
 

@@ -148,7 +148,7 @@ def test_nothing_starts_before_there_are_hosts_for_the_smallest_number() -> None
     job = Play("a:1", smallest=2)
     assert not job.alive
     job.wait(11)
-    assert job.kinds("waiting") == ["waiting since 11 s for hosts that take 2 ranks"]
+    assert job.kinds("waiting") == ["has waited 11 s for hosts with room for 2 ranks"]
     job.hosts("a:1 b:1")
     assert list(job.alive) == [0, 1]
 
@@ -183,7 +183,7 @@ def test_below_the_minimum_it_waits_for_a_replacement() -> None:
     job.say("ended", 1)
     assert len(job.generations) == 1
     job.wait(12)
-    assert job.kinds("waiting") == ["waiting since 12 s for 1 rank more (member 2 on the way)"]
+    assert job.kinds("waiting") == ["has waited 12 s for 1 more rank (member 2 starting)"]
     job.join(2)
     assert job.ranks == [1, 2], "the survivor is first: it has the state"
 
@@ -203,7 +203,7 @@ def test_where_no_host_can_come_it_does_not_wait_for_one() -> None:
     job.run()
     job.lose("b")
     job.say("ended", 0)
-    text = "the hosts that are left take 1 rank, --min-np is 2 [E5]"
+    text = "the remaining hosts have room for only 1 rank, but --min-np is 2; add hosts, or lower --min-np [E5]"
     assert job.answers[0] == {"give_up": text} and job.driver.end is not None and job.driver.end.text == text
 
 

@@ -116,7 +116,7 @@ def test_the_file_says_how_to_start_the_job(tmp_path: Path, capsys: pytest.Captu
         ("--image i -np 2 --launcher ssh python train.py", "the pods are the hosts"),
         ("--image i -np 2 --node 0/2 python train.py", "the pods are the hosts"),
         ("--image i -np 2 --min-np 1 python train.py", "expected --kubernetes-kind elastic"),
-        ("--image i -np 2 --elastic-timeout 9 python train.py", "--elastic-timeout: only elastic jobs have it"),
+        ("--image i -np 2 --elastic-timeout 9 python train.py", "--elastic-timeout: only for elastic jobs"),
         ("--image i -np 2 --kubernetes-kind elastic --gpus-per-pod 2 python train.py", "expected 2 pods or more"),
         ("--image i -np 2 --job-name 7 python train.py", "--job-name: expected lower-case letters"),
         ("--image i -np 2 --namespace a;b python train.py", "--namespace: expected lower-case letters"),
@@ -135,11 +135,13 @@ def test_what_a_host_of_several_needs_to_know() -> None:
     assert meeting(Node(1, 2), 4, {**told, "MASTER_PORT": "1", "RANK": "1"}) == expected
     assert meeting(Node(2, 2), 4, {**told, "COLLECTIVES_ELASTIC": "1"}) == expected
     assert meeting(Node(0, 1), 1, {}) == {}
-    with pytest.raises(InvalidArgumentError, match="expected a number below 2"):
+    with pytest.raises(InvalidArgumentError, match="expected a host number from 0 to 1"):
         meeting(Node(2, 2), 4, told)
-    with pytest.raises(InvalidArgumentError, match="expected where the ranks meet"):
+    with pytest.raises(InvalidArgumentError, match="expected tcp://host:port, with the address of host 0"):
         meeting(Node(1, 2), 4, {})
-    with pytest.raises(InvalidArgumentError, match=r"--node 3/4: expected 3 hosts at most, of 2 ranks each, for -np 5"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"--node 3/4: expected 3 hosts at most, with 2 ranks each, for -np 5"
+    ):
         Node(3, 4).ranks(5)
 
 

@@ -31,7 +31,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "np", "message"),
     [
         (["--bogus"], 2, "unknown option '--bogus'"),
-        (["-H", "h1:1"], 2, "-np 2: the hosts take 1 ranks"),
+        (["-H", "h1:1"], 2, "-np 2: the hosts have slots for only 1 of these (h1:1)"),
         (["--cycle-time-ms=x"], 2, "--cycle-time-ms"),
         ([], 0, "expected a number of ranks"),
     ],
@@ -56,7 +56,7 @@ def test_a_result_stands_at_its_ranks_place_whoever_is_lost(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_pickled_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="cannot be pickled for the ranks"):
+    with pytest.raises(InvalidArgumentError, match="cannot pickle the function or its arguments"):
         run(len, (threading.Lock(),))
 
 

@@ -156,10 +156,10 @@ def test_choices_reach_the_ranks(started: list[list[str]], environments: list[di
     ("line", "message"),
     [
         ("--bogus -np 2 python", "unknown option '--bogus'"),
-        ("--ver -np 2 python", "--ver: expected an option, got the beginning of several: --verbose, --version"),
+        ("--ver -np 2 python", "ambiguous option --ver: expected one of --verbose, --version"),
         ("-npx python", "-np/-n/--num-proc: expected a number of ranks, 1 or more, got 'x'"),
         ("--hostfule=f python", "unknown option '--hostfule' (did you mean '--hostfile'?)"),
-        ("-np 2 --gloo --mpi python", "--gloo and --mpi contradict each other: expected one of them"),
+        ("-np 2 --gloo --mpi python", "--gloo and --mpi contradict each other; pass only one of them"),
         (
             "-np 2 --cycle-time-ms abc python",
             "--cycle-time-ms: expected a number of milliseconds, 0 or more, got 'abc'",
@@ -168,12 +168,12 @@ def test_choices_reach_the_ranks(started: list[list[str]], environments: list[di
         ("-np 2 --ssh-port 0 python", "-p/--ssh-port: expected a port, from 1 to 65535, got '0'"),
         ("-np 2 --start-timeout=inf python", "--start-timeout: expected a positive number of seconds, got 'inf'"),
         ("-np 2 --launcher gloo python", "--launcher: invalid choice: 'gloo'"),
-        ("-np", "-np: expected a value after it"),
+        ("-np", "-np: expected a value"),
         ("-np 0 python", "got '0'"),
         ("python", "-np is missing"),
         ("-np 2", "no program given"),
         ("-np 2 -H h1:x python", "got 'h1:x'"),
-        ("-np 5 -H h1:2,h2:2 python", "-np 5: the hosts take 4 ranks (h1:2, h2:2)"),
+        ("-np 5 -H h1:2,h2:2 python", "-np 5: the hosts have slots for only 4 of these (h1:2, h2:2)"),
         ("-np 2 -H h1:2 --hostfile f python", "not allowed with argument"),
         ("-np 2 --hostfile /no/such python", "cannot read '/no/such'"),
         ("-np 2 --algorithm best python", f"--algorithm: expected one of {', '.join(ALGORITHMS)}, one registered"),
@@ -182,15 +182,18 @@ def test_choices_reach_the_ranks(started: list[list[str]], environments: list[di
         ("-np 2 --fusion-threshold-mb 64M python", "--fusion-threshold-mb: expected a number of MiB such as 64"),
         ("-np 2 --timeline '' python", "--timeline-filename/--timeline: expected a path, got ''"),
         ("-np 2 --config-file /no/such python", "--config-file: cannot read '/no/such'"),
-        ("-np 2 --output-filename /dev/null sh", "--output-filename: cannot make the folder '/dev/null'"),
+        ("-np 2 --output-filename /dev/null sh", "--output-filename: cannot create the folder '/dev/null'"),
         ("-np 2 --timeline /dev/null/x.html sh", "cannot write the trace '/dev/null/x.html.json'"),
-        ("-np 2 --reset-limit 1 python", "--reset-limit: only elastic jobs have it"),
-        ("-np 2 --min-np 1 --launcher mpi python", "--launcher mpi: MPI ends all ranks when one fails"),
+        ("-np 2 --reset-limit 1 python", "--reset-limit: only for elastic jobs"),
+        (
+            "-np 2 --min-np 1 --launcher mpi python",
+            "--launcher mpi: MPI cannot run an elastic job: it ends all ranks when one fails",
+        ),
         ("-np 2 --min-np 3 python", "--min-np: expected at most -np 2, got 3"),
         ("-np 2 --min-np 1 --max-np 1 python", "--max-np: expected at least -np 2, got 1"),
         ("--min-np 3 --max-np 2 python", "--max-np: expected at least --min-np 3, got 2"),
         ("--min-np 1 --slots 2 python", "--slots-per-host: only for --host-discovery-script"),
-        ("--host-discovery-script x -H h1:2 python", "got two of them"),
+        ("--host-discovery-script x -H h1:2 python", "all name the hosts; pass only one of them"),
         ("--min-np 1 --blacklist-cooldown-range 5 2 python", "the smaller first, got 5 2"),
         ("--min-np 1 --blacklist-cooldown-range 5", "--blacklist-cooldown-range: expected 2 arguments"),
     ],
@@ -211,7 +214,7 @@ def test_a_folder_that_is_gone_is_said(
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert cli.main(["-np", "2", "--launcher", "ssh", sys.executable]) == 2
-    assert "the current folder, in which the ranks start, is gone" in capsys.readouterr().err
+    assert "the current folder, in which the ranks would start, no longer exists" in capsys.readouterr().err
     assert not started
 
 
@@ -285,7 +288,7 @@ def test_without_mpi_the_ranks_are_started_from_here(
     assert by_agents[0].places == [HostRanks("", (0, 1))] and unpack(by_agents[0].command[4:]) == program
     for option in ("--launcher=mpi", "--mpi"):
         assert cli.main(["-np", "2", option, *program]) == 2
-    assert f"--launcher mpi: not installed: {missing} (pip install " in capsys.readouterr().err
+    assert f"--launcher mpi: install {missing} (pip install " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("chosen", ["--launcher=ssh", "--gloo", "file"])
@@ -312,9 +315,7 @@ def test_options_for_ssh(by_agents: list[Agents], capsys: pytest.CaptureFixture[
     options = ["-p", "2222", "-i", "key", "--start-timeout", "7.5", "--launcher", "ssh"]
     assert cli.main(["-H", "h:2", *options, "--mpi-args", "-v", "train"]) == 0
     assert by_agents[0].remote == Ssh(2222, "key", 7.5)
-    assert (
-        capsys.readouterr().err == "collectivesrun: --mpi-args has no effect: the ranks are started without MPI [L24]\n"
-    )
+    assert capsys.readouterr().err == "collectivesrun: --mpi-args has no effect: the ranks start without MPI [L24]\n"
 
 
 def test_ranks_get_no_place_of_an_outer_launcher(by_agents: list[Agents], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,11 +416,11 @@ def test_the_folder_for_output_reaches_the_process_before_each_rank(started: lis
         (
             Launcher("mpirun", Vendor.MPICH, "5.0"),
             "Open MPI v5.0",
-            "no, but with --launcher ssh: mpirun belongs to MPICH",
+            "only with --launcher ssh: mpirun belongs to MPICH",
         ),
-        (Launcher("mpirun", Vendor.MPICH, "5.0"), "", "no, but with --launcher ssh: mpi4py cannot load"),
+        (Launcher("mpirun", Vendor.MPICH, "5.0"), "", "only with --launcher ssh: mpi4py cannot load"),
         (None, "MPICH Version", "yes, without MPI"),
-        (InvalidArgumentError("unknown"), "MPICH Version", "no, but with --launcher ssh"),
+        (InvalidArgumentError("unknown"), "MPICH Version", "only with --launcher ssh"),
     ],
 )
 def test_how_several_ranks_can_be_started(
@@ -489,7 +490,7 @@ def test_without_a_trace_there_is_no_report(
     monkeypatch.setitem(sys.modules, "collectives.launch.timeline_report", reports)  # type: ignore[arg-type]
     (tmp_path / "run.html.json").write_text("of an earlier run")
     assert cli.main(["-np", "2", "--timeline", str(tmp_path / "run.html"), sys.executable]) == 3
-    assert not reports.written and "no rank has left a timeline" in capsys.readouterr().err
+    assert not reports.written and "no rank wrote a timeline" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_made_leaves_the_exit_code(
@@ -572,12 +573,12 @@ def test_version_help_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             False,
             0,
             0,
-            "each has done all of the work, alone; --as-horovod is for programs that import horovod [L141]",
+            "each of them did all of the work, alone; pass --as-horovod if the program imports horovod [L141]",
         ),
-        (["--launcher=ssh"], False, 0, 0, "--launcher mpi for those that look for Open MPI's variables [L141]"),
-        (["--as-horovod"], False, 0, 1, "--as-horovod: no rank has called init()"),
-        (["--as-horovod", "--launcher=ssh"], False, 0, 1, "alone; --launcher mpi for those"),
-        (["--as-horovod", "--min-np=2"], False, 0, 1, "alone; --launcher mpi for those"),
+        (["--launcher=ssh"], False, 0, 0, "or --launcher mpi if it looks for Open MPI's variables [L141]"),
+        (["--as-horovod"], False, 0, 1, "--as-horovod: no rank called init()"),
+        (["--as-horovod", "--launcher=ssh"], False, 0, 1, "alone; pass --launcher mpi if it looks"),
+        (["--as-horovod", "--min-np=2"], False, 0, 1, "alone; pass --launcher mpi if it looks"),
         (["--as-horovod"], True, 0, 0, ""),
         (["--as-horovod"], False, 3, 3, ""),
         (["--as-horovod", "-np=1"], False, 0, 0, ""),
@@ -607,9 +608,12 @@ def test_ranks_that_never_join_each_other_are_noticed(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--timeline", "/nonexistent/run.json"], "timeline /nonexistent/run.json: there is no folder '/nonexistent'"),
-        (["--timeline", "/nonexistent/run.html"], "there is no folder '/nonexistent' that can be written [L142]"),
-        (["--autotune-log-file", "/nonexistent/x.csv"], "autotune log /nonexistent/x.csv: there is no folder"),
+        (
+            ["--timeline", "/nonexistent/run.json"],
+            "timeline /nonexistent/run.json: the folder '/nonexistent' does not exist",
+        ),
+        (["--timeline", "/nonexistent/run.html"], "cannot be written; create it, or choose another one [L142]"),
+        (["--autotune-log-file", "/nonexistent/x.csv"], "autotune log /nonexistent/x.csv: the folder"),
         (["--network-interface", "nope0"], "network interface 'nope0': expected the name"),
     ],
 )

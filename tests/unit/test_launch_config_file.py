@@ -127,7 +127,7 @@ def test_what_has_no_value_sets_nothing(text: str, tmp_path: Path) -> None:
         ("library_options:\n  num_nccl_streams: many\n", 2, "expected a whole number, 0 or more, got 'many'"),
         ("params:\n  torus_allreduce: 2\n", 2, "expected 1, true, yes or on; or 0, false, no or off, got '2'"),
         ("controller: tcp\n", 1, "controller: expected mpi or gloo, got 'tcp'"),
-        ("params:\n  cache_capacity: 1\n  cache_capacity: 2\n", 3, "params.cache_capacity: is there twice"),
+        ("params:\n  cache_capacity: 1\n  cache_capacity: 2\n", 3, "params.cache_capacity: duplicate key"),
         ("- params\n", 1, "expected sections such as 'params:', got a list"),
         ("just text\n", 1, "expected sections such as 'params:', got 'just text'"),
     ],
@@ -144,7 +144,7 @@ def test_the_controller_chooses_the_launcher(controller: str, launcher: str, tmp
 
 
 def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"is no YAML: .*line 1"):
+    with pytest.raises(InvalidArgumentError, match=r"is not valid YAML: .*line 1"):
         read(tmp_path, "params: {")
 
 

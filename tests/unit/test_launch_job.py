@@ -74,7 +74,7 @@ def test_ranks_that_were_killed_without_a_word_fail_the_job(capfd: pytest.Captur
     shown.records.add(1, json.dumps(end).encode() + b"\n", inside=False)
     assert job.run(MpiRanks(["true"], {"PATH": os.environ["PATH"]}), shown) == 1
     said = capfd.readouterr().err
-    assert "rank 1 on host1 was the first to end, with exit code 0" in said and said.rstrip().endswith("[L140]")
+    assert "rank 1 on host1 ended first, with exit code 0" in said and said.rstrip().endswith("[L140]")
 
 
 EXHAUSTED = """

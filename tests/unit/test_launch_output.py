@@ -99,7 +99,7 @@ def test_the_traceback_of_the_cause_comes_last_and_once_and_those_of_its_consequ
     job.fail(2, "x", at=0.2, code=143)
     out, err = job.end()
     assert out == "[1] saved\n" and err.startswith(
-        "[1] before\n\ncollectivesrun: because of what follows, so failed rank 0 (--verbose"
+        "[1] before\n\ncollectivesrun: rank 0 failed as a consequence of the failure below (--verbose"
     )
     assert err.endswith("collectivesrun: rank 1 on h failed with exit code 1 [L9]:\n" + TRACE.format("no good"))
     assert err.count("Traceback") == 1 and "MPI_ABORT" not in err
@@ -223,7 +223,7 @@ def test_one_interrupted_rank_shows_where(job: Job) -> None:
     job.output.interrupted = True
     err = job.end(of_a_rank=False)[1]
     assert "[0] KeyboardInterrupt\n" in err and "[2] ValueError: other\n" in err and "[1]" not in err
-    assert "collectivesrun: rank 1: interrupted as rank 0 (--verbose shows where)\n" in err
+    assert "collectivesrun: interrupted along with rank 0: rank 1 (--verbose shows where)\n" in err
 
 
 def test_a_reader_that_does_not_read_holds_up_the_ranks_and_nothing_else(job: Job) -> None:

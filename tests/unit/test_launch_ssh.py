@@ -46,7 +46,7 @@ def test_the_command(program: Path) -> None:
 
 def test_without_ssh_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(MissingDependencyError, match="ssh, which starts the ranks on other hosts, is not installed"):
+    with pytest.raises(MissingDependencyError, match="cannot start ranks on other hosts: ssh is not installed"):
         Ssh().command("host2", ["x"])
 
 
@@ -69,7 +69,9 @@ def test_the_address_for_other_hosts(program: Path, monkeypatch: pytest.MonkeyPa
     assert program.with_name("ssh.calls").read_text() == "-G -p 7 -- alias\n"
     assert ssh.address_for(["alias"], "192.0.2.0/24", Ssh()) == "192.0.2.7"
     assert ssh.address_for(["alias"], "2001:db8::/64", Ssh()) == "2001:db8::7"
-    with pytest.raises(InvalidArgumentError, match=r"lo: 127\.0\.0\.1 is loopback, which alias, other cannot reach"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"lo: 127\.0\.0\.1 is a loopback address, which alias, other cannot reach"
+    ):
         ssh.address_for(["alias", "other"], "lo", Ssh())
     with pytest.raises(InvalidArgumentError, match="expected the name, address or network of an interface"):
         ssh.address_for(["alias"], "no-such-interface", Ssh())

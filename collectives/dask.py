@@ -50,10 +50,11 @@ def run(
     workers: Sequence[str] | None = None,
     timeout: float | None = None,
 ) -> list[Any]:
-    """Call ``function(*args, **kwargs)`` on workers of a Dask cluster, each of which is a rank meanwhile.
+    """Call ``function(*args, **kwargs)`` on workers of a Dask cluster; each worker is a rank during the call.
 
-    The function calls `collectives.init` itself. The ranks of a host follow each other. A worker is one rank, however
-    many threads it has: the others are free for its other tasks, and for NumPy. Each worker needs a free thread.
+    The function calls `collectives.init` itself. The ranks of a host have consecutive numbers. A worker is one rank,
+    however many threads it has: its other threads are free for other tasks, and for NumPy. Each worker needs a free
+    thread.
 
     Args:
         client: of the cluster.
@@ -61,14 +62,14 @@ def run(
         args, kwargs: its arguments, the same on every rank.
         np: the number of ranks; by default all workers are ranks.
         workers: addresses of the workers to choose from; by default all.
-        timeout: seconds after which the call is given up; None: no limit.
+        timeout: seconds after which the call is cancelled; None: no limit.
 
     Returns:
         The function's results, by rank.
 
     Raises:
-        InvalidArgumentError: there are fewer workers than ranks, or some are threads of one process, as those of
-            ``LocalCluster(processes=False)`` are.
+        InvalidArgumentError: there are fewer workers than ranks, or some workers are threads of one process, as with
+            ``LocalCluster(processes=False)``.
         RankFailedError: a rank raised, or its worker has ended; has the traceback of the first failure. The other
             ranks' calls have been ended.
         CollectiveTimeoutError: ``timeout`` has passed, or a worker has had no free thread for a minute.
@@ -104,7 +105,9 @@ def run(
             if not has_failed and any(outcome and outcome.failure for outcome in outcomes):
                 has_failed, end = True, time.monotonic() + _AFTER_FAILURE
             if not has_failed and None in outcomes and time.monotonic() > end:
-                raise CollectiveTimeoutError(f"collectives.dask.run: the call was not done after {timeout:g} s [L120]")
+                raise CollectiveTimeoutError(
+                    f"collectives.dask.run: the call did not finish within {timeout:g} s; raise timeout [L120]"
+                )
         return hosted_ranks.results([outcome for outcome in outcomes if outcome], "collectives.dask.run")
     finally:
         if None in outcomes:
@@ -117,28 +120,32 @@ def _sites(client: Client, np: int | None, workers: Sequence[str] | None) -> dic
     unknown = [worker for worker in workers or () if worker not in present]
     if unknown:
         raise InvalidArgumentError(
-            f"collectives.dask.run: workers: there is no {unknown[0]!r}; expected some of {', '.join(present)} [L121]"
+            f"collectives.dask.run: workers: unknown worker {unknown[0]!r}; expected some of {', '.join(present)} "
+            "[L121]"
         )
     chosen = list(workers or present)
     if not chosen or (np is not None and not 1 <= np <= len(chosen)):
         raise InvalidArgumentError(
-            f"collectives.dask.run: np={np}: there are {len(chosen)} workers, and one process is one rank, however "
-            "many threads it has: start more workers (n_workers=, threads_per_worker=1), or use "
+            f"collectives.dask.run: np={np}, but there are {len(chosen)} workers, and each worker process is one "
+            "rank, however many threads it has; start more workers (n_workers=, threads_per_worker=1), or use "
             "collectives.local_world for ranks that are threads of one process [L122]"
         )
     answers = _answers(client, chosen)
     if answers is None:  # a worker has ended meanwhile
         if workers:
-            raise RankFailedError(f"collectives.dask.run: one of the workers {', '.join(workers)} has just ended [L1]")
+            raise RankFailedError(
+                f"collectives.dask.run: one of the workers {', '.join(workers)} ended before the call began; name "
+                "workers that are alive [L1]"
+            )
         return _sites(client, np, workers)
     processes: dict[tuple[str, int], str] = {}
     for worker in chosen:
         process, _ = answers[worker]
         if process in processes:
             raise InvalidArgumentError(
-                f"collectives.dask.run: the workers {processes[process]} and {worker} are threads of one process, and "
-                "one process is one rank: start workers as processes (LocalCluster(processes=True)), or use "
-                "collectives.local_world for ranks that are threads [L123]"
+                f"collectives.dask.run: the workers {processes[process]} and {worker} are threads of one process, but "
+                "each rank needs a process of its own; start workers as processes (LocalCluster(processes=True)), or "
+                "use collectives.local_world for ranks that are threads [L123]"
             )
         processes[process] = worker
     return {worker: answers[worker][1] for worker in chosen[:np]}
@@ -154,8 +161,8 @@ def _answers(client: Client, workers: Sequence[str]) -> dict[str, tuple[tuple[st
             return None
         if time.monotonic() > end:
             raise CollectiveTimeoutError(
-                f"collectives.dask.run: the workers {', '.join(pending)} have had no free thread for "
-                f"{_ANSWERED_WITHIN:g} s: wait for their tasks, or name others by workers= [L124]"
+                f"collectives.dask.run: no thread was free within {_ANSWERED_WITHIN:g} s on the workers "
+                f"{', '.join(pending)}; wait for their tasks, or pass other workers with workers= [L124]"
             )
     return {worker: future.result() for worker, future in futures.items()}
 
@@ -195,7 +202,7 @@ def _outcome(future: Any, rank: int, site: Site, alive: bool) -> Outcome | None:
     elif future.status in ("lost", "cancelled"):
         text = f"RankFailedError: Dask has {future.status} its task"
     elif not alive:
-        text = "RankFailedError: its worker has ended: see the worker's log, or the kernel's for lack of memory"
+        text = "RankFailedError: its worker has ended; look at its log, and for an out-of-memory kill in the kernel's"
     else:
         return None
     return Outcome(None, Record(rank, 1, text, time.time(), site.name))

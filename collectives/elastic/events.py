@@ -14,17 +14,18 @@ _listeners: list[Callable[[Event], object]] = []
 
 
 class Event(NamedTuple):
-    """Something that has happened to the job: to this rank, as it has seen it; or, with ``facts``, to any rank or host,
-    as the job's driver has seen it.
+    """An event of the job: of this rank, as the rank saw it; or, with ``facts``, of any rank or host, as the job's
+    driver saw it.
 
     Attributes:
-        kind: of this rank: "ended" (a generation, because of a failure or a notice), "renewed" (the next one is there),
-            "joined" (this rank, as a newcomer), "gave up". The driver's are in the table of docs/elastic.md.
-        why: one line; empty where there is nothing to say.
-        seconds: what a renewal has taken.
+        kind: of this rank: "ended" (a generation, because of a failure or a notice), "renewed" (the next generation has
+            formed), "joined" (this rank, as a newcomer), "gave up". The driver's kinds are in a table of
+            docs/elastic.md.
+        why: the reason, in one line; may be empty.
+        seconds: how long a renewal took.
         generation: its number; 0 in a job that is not elastic.
         members: of the generation, in the order of ranks.
-        facts: the driver's line in the file of ``--elastic-events``; empty: this rank has seen it itself.
+        facts: the driver's line in the file of ``--elastic-events``; empty: this rank saw the event itself.
     """
 
     kind: str
@@ -46,10 +47,11 @@ class Event(NamedTuple):
 
 
 def on_event(listener: Callable[[Event], object]) -> Callable[[Event], object]:
-    """Have a function called with every `Event` from now on; usable as a decorator.
+    """Call a function with every `Event` from now on; usable as a decorator.
 
-    What happens to this rank is told in the thread that meets with it, and what the function raises goes up there. What
-    the job's driver tells comes in a thread of its own, in the driver's order; what the function raises is logged.
+    For events of this rank, the function runs in the thread that meets the event, and its exceptions propagate there.
+    For events of the job's driver, it runs in a thread of its own, in the driver's order, and its exceptions are
+    logged.
 
     Example:
         collectives.elastic.on_event(print)
@@ -77,7 +79,7 @@ def _tell_of_driver(facts: Mapping[str, Any]) -> None:
         try:
             listener(event)
         except Exception:
-            logger.exception("a function that hears of the job's events has failed, of %s [E37]", event)
+            logger.exception("a listener of on_event() failed on %s [E37]", event)
 
 
 def _generation() -> tuple[int, tuple[int, ...]]:

@@ -43,26 +43,26 @@ def run(
 
 
 def run(func: Any = None, *, recover: str = "restore", reset_limit: int | None = 3) -> Any:
-    """Decorate a training function, whose first argument is its `State`, so that it goes on when ranks come and go.
+    """Decorate a training function, whose first argument is its `State`, so that it continues when ranks come and go.
 
-    The function is called again whenever the ranks have changed, with the state of the last commit after a failure, and
-    the present one after a `HostsUpdatedInterrupt`. Before it, `collectives.init` has been called; between that and the
-    function a rank may do what it likes, but call no collective: newcomers do it while the others train.
+    The function is called again whenever the ranks have changed: after a failure with the state of the last commit,
+    after a `HostsUpdatedInterrupt` with the current state. Call `collectives.init` before it. Between the two, call no
+    collective: newcomers run that part while the others train.
 
     Args:
-        recover: "restore": return to the last commit. "retry": where ranks die in a step of a `DistributedOptimizer`
-            of torch, TensorFlow, JAX or Keras, or in a commit, the others combine the same gradients again, and no step
-            is lost; at their next commit the function is called again, with the present state. Elsewhere they return to
-            the last commit. Costs a copy of the gradients, and an all-reduce of one byte in each step.
-        reset_limit: after so many failures without a commit in between, the first of these errors is raised; None: no
-            limit.
+        recover: "restore": return to the last commit. "retry": if ranks die in a step of a `DistributedOptimizer` of
+            torch, TensorFlow, JAX or Keras, or in a commit, the others combine the same gradients again, and no step is
+            lost; at their next commit the function is called again, with the current state. If ranks die elsewhere, the
+            others return to the last commit. Costs a copy of the gradients, and an all-reduce of one byte in each step.
+        reset_limit: the number of failures without a commit in between, after which the first of these errors is
+            raised; None: no limit.
 
     Returns:
         A function with the same arguments and result.
 
     Raises:
-        InvalidArgumentError: there is no such ``recover``.
-        Whatever the training function raises that a new start cannot cure, a MismatchError included.
+        InvalidArgumentError: ``recover`` is neither "restore" nor "retry".
+        Errors of the training function that a new start cannot cure, a MismatchError included.
 
     Example:
         @collectives.elastic.run

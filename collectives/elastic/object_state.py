@@ -121,22 +121,21 @@ class Attributes(Part):
                     unfit = f"the attribute {name} ({type(value).__name__})"
                     break
             raise InvalidTypeError(
-                f"elastic state: {unfit} cannot be saved: {error}; pass what changes in training, and nothing else "
-                "[E33]"
+                f"elastic state: cannot save {unfit}: {error}; pass only values that change during training [E33]"
             ) from error
 
 
 class ObjectState(State):
     """A state of attributes: numbers, NumPy arrays, lists, anything that pickle supports.
 
-    Each keyword becomes an attribute. `commit` copies values, so that later changes in place are undone by `restore`.
-    After `sync` all ranks have the values of the first of those with the most commits; at first those of rank 0. NumPy
-    arrays among the attributes are restored and received in place, and begin with equal shapes and dtypes on all ranks;
-    newcomers take them as they are by then, and whatever else has changed its form. An `ElasticSampler` remains the
-    same object on each rank, which deals its own share.
+    Each keyword becomes an attribute. `commit` copies values, so `restore` also undoes later changes in place. After
+    `sync`, all ranks have the values of the first rank among those with the most commits; at first those of rank 0.
+    NumPy arrays are restored and received in place, and must begin with equal shapes and dtypes on all ranks; newcomers
+    accept the form that they, and other attributes, have by then. An `ElasticSampler` remains the same object on each
+    rank, which deals its own share.
 
     Args:
-        bcast_object, get_rank: as of `State`.
+        bcast_object, get_rank: as for `State`.
 
     Raises:
         InvalidTypeError: a value cannot be pickled.
@@ -190,8 +189,8 @@ class ObjectState(State):
     def sync(self) -> None:
         """Give all ranks the state of those that have committed the most, and save it; every rank calls it.
 
-        At first that is rank 0's. Those who have it send it to those who do not, all of them a part. Where they differ
-        in something, all ranks get it as the first of them has it. If all ranks have the same, nothing is sent.
+        At first that is the state of rank 0. The ranks that have it send it to the others, each of them a part. Where
+        they differ, all ranks get the value of the first of them. If all ranks have the same state, nothing is sent.
 
         Raises:
             MismatchError: a name, shape or dtype differs between ranks; it is named, and nothing was changed.
@@ -207,24 +206,24 @@ class ObjectState(State):
         self._synced = True
 
     def save_to(self, path: str | os.PathLike[str], every: int = 1) -> None:
-        """Also write what `commit` saves to a file, and begin from there in a new job: for launchers that start all
-        processes again after a failure, as torchrun does. All ranks call it, before `sync`.
+        """Also write what `commit` saves to a file, and start from it in a new job: for launchers such as torchrun,
+        which start all processes again after a failure. All ranks call it, before `sync`.
 
-        At a commit the first rank of each host writes the file, which is replaced as a whole, so that the death of a
-        process or of the host leaves a commit: the last one, or the one before it if the ranks die in the middle of it.
-        A process that has not been synchronized reads it in `sync`. Where no rank has been, the ranks with the newest
-        file give its state to all; where one has, which happens in elastic jobs alone, that rank's state counts. The
-        file is not removed at the end, so that each training needs a path of its own.
+        At a commit, the first rank of each host replaces the file as a whole. If a process or the host dies, the file
+        holds a complete commit: the last one, or the one before it if the ranks die during the commit. `sync` reads the
+        file in a process that has not been synchronized. If no rank has been synchronized, the ranks with the newest
+        file send its state to all; if one has, which happens only in elastic jobs, that rank's state counts. The file
+        stays after the end: use another path for each training.
 
         Args:
-            path: of the file, in a folder that exists; of this host, or shared by hosts. Only files that you trust:
-                it is unpickled.
-            every: after how many commits it is written. A file is as large as the state, and a commit waits for the
-                disk.
+            path: of the file, in an existing folder, of this host or shared by hosts. Name only files that you trust:
+                the file is unpickled.
+            every: the number of commits after which the file is written. It is as large as the state, and the commit
+                waits for the disk.
 
         Raises:
-            InvalidArgumentError: ``every`` is less than 1. (`sync` raises it where the file is of another state,
-                `commit` an OSError where it cannot be written.)
+            InvalidArgumentError: ``every`` is less than 1. (`sync` raises it if the file holds another state; `commit`
+                raises an OSError if the file cannot be written.)
 
         Example:
             state = collectives.elastic.ObjectState(weights=weights, epoch=0)

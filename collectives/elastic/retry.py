@@ -126,13 +126,13 @@ class Steps:
         one on other ranks."""
         if self._over:
             raise RecoverableError(
-                f"rank {runtime.world().rank}: {name}: the training function that it belongs to has been left: read "
-                "its result before the function returns, or keep it in the state [E35]"
+                f"rank {runtime.world().rank}: {name}: the training function that started it has ended; read its "
+                "result before the function returns, or keep the result in the state [E35]"
             )
         if self.renewed:
             raise RecoverableError(
-                f"rank {runtime.world().rank}: {name}: not carried out: ranks have died, and the training function "
-                "begins anew [E36]"
+                f"rank {runtime.world().rank}: {name} was not executed: ranks have died, and the training function "
+                "starts again [E36]"
             )
 
     def close(self) -> None:

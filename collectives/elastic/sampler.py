@@ -16,15 +16,15 @@ from collectives.worlds import generations, runtime
 class ElasticSampler:
     """Deals the indices of a data set to the ranks, and deals the unprocessed ones again when the ranks change.
 
-    The indices of an epoch have one order on all ranks; rank r of n takes every n-th from the r-th on. As many numbers
-    as ranks need to get equally many are dealt twice.
+    The indices of an epoch have the same order on all ranks; rank r of n takes every n-th, starting with the r-th. Some
+    indices are dealt twice, so that all ranks get equally many.
 
-    Where ranks die and steps go on without them (``recover="retry"``), what was dealt to them is *postponed*: it is
-    dealt again, to all, behind what is left of the epoch, after the next commit; in the next epoch, if that comes
-    first.
+    If ranks die and steps continue without them (``recover="retry"``), their indices are *postponed*: they are dealt
+    again, to all ranks, after the rest of the epoch, once the next commit has been made; or in the next epoch, if that
+    begins first.
 
-    Pass it to a state, call `record_batch` after each step, and at the end of each epoch commit, and call `set_epoch`
-    then.
+    Pass it to a state, call `record_batch` after each step, and commit at the end of each epoch before you call
+    `set_epoch`.
 
     Args:
         dataset: anything with a length, which stays the same.
@@ -60,8 +60,8 @@ class ElasticSampler:
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: no sample is processed. To be called at the end of the one before, so that an epoch in which
-        ranks have changed is not begun again; after a commit, so that what is postponed is processed in its epoch."""
+        """Begin an epoch: no sample is processed. Call it at the end of the previous epoch, so that an epoch in which
+        ranks changed is not begun again; and after a commit, so that postponed samples are processed in their epoch."""
         carried = self.carried
         if epoch != self.epoch:
             unprocessed = len(self.dataset) + len(self.carried) - self.processed_num
@@ -72,7 +72,7 @@ class ElasticSampler:
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that every rank has processed a batch of this size; ``batch_idx`` is part of Horovod's interface.
 
-        To be called after the batch's step, which says whether ranks have died before it.
+        Call it after the batch's step, which shows whether ranks died before it.
         """
         self._deal_anew()
         start = self._recorded

@@ -74,9 +74,9 @@ class State:
         self._word = np.zeros(4, np.int64)
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Have functions called, in their order, whenever the ranks have changed and before the state is synchronized.
+        """Call functions, in their order, whenever the ranks have changed and before the state is synchronized.
 
-        They may call collectives, which all ranks do then, newcomers included.
+        They may call collectives: all ranks call them, newcomers included.
 
         Example:
             state.register_reset_callbacks([lambda: set_learning_rate(0.01 * hvd.size())])
@@ -99,9 +99,9 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state, to which the ranks return after a failure, and check for updates of the hosts.
+        """Save the state, and check for updates of the hosts. After a failure the ranks return to the saved state.
 
-        Every rank calls it, at the same points of the training. Costs one copy of the state within host memory, and an
+        Every rank calls it, at the same points of the training. It costs one copy of the state in host memory, and an
         all-reduce of 32 bytes.
 
         Raises:

@@ -104,8 +104,8 @@ class StateFile:
 
     def _unfit(self, error: Exception) -> InvalidArgumentError:
         return InvalidArgumentError(
-            f"save_to: {self._path} is no file of this state ({type(error).__name__}: {error}): remove it, or give the "
-            "path of another one [E34]"
+            f"save_to: {self._path} does not hold this state ({type(error).__name__}: {error}); remove it, or pass "
+            "another path [E34]"
         )
 
 

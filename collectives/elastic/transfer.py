@@ -68,8 +68,8 @@ def synchronize(world: World, shadow: Shadow, own: Record) -> int:
         holders = [0]
         if all(record.came_late for record in records):
             raise OperationError(
-                f"rank {world.rank}: all ranks that had the state have ended before they could hand it over; start the "
-                "job again, from a checkpoint if there is one [E1]"
+                f"rank {world.rank}: all ranks that had the state ended before they could send it to the new ranks; "
+                "start the job again, from a checkpoint if you have one [E1]"
             )
     with world.refusing(f"{LABEL}: manifest"):
         described = {
@@ -84,7 +84,7 @@ def synchronize(world: World, shadow: Shadow, own: Record) -> int:
         fresh = [rank for rank, record in enumerate(records) if not record.synced]
         if own.synced and fresh:
             raise RankFailedError(
-                f"rank {world.rank}: newcomers, ranks {fresh}, have another state: {error} [M10]"
+                f"rank {world.rank}: the state of the new ranks {fresh} does not match: {error} [M10]"
             ) from error
         raise
     received = _transfer(world, shadow, holders)

@@ -57,8 +57,8 @@ def hand_over() -> bool:
     if str(FOLDER / "horovod") not in module.__path__:
         sys.path[:] = [entry for entry in sys.path if not _is_ours(Path(entry))]
         message = (
-            f"collectives: Horovod is installed ({spec.origin}) and used; for collectives in its place: pip uninstall "
-            f"horovod [F110]"
+            f"collectives: Horovod is installed ({spec.origin}), and is used instead of collectives; to use "
+            "collectives, run: pip uninstall horovod [F110]"
         )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     return True
@@ -70,10 +70,9 @@ def choose_gradients() -> None:
         os.environ["COLLECTIVES_GRADIENTS"] = "horovod"
         if is_initialized() and world().config.gradients != "horovod":
             message = (
-                "collectives: horovod was imported after init(), so that gradients through allgather, broadcast, "
-                "reducescatter and others "
-                "are not Horovod's; import it first, or set COLLECTIVES_GRADIENTS to horovod or exact on every rank "
-                "[F111]"
+                "collectives: horovod was imported after init(), so gradients through allgather, broadcast, "
+                "reducescatter and others differ from Horovod's; import horovod before init(), or set "
+                "COLLECTIVES_GRADIENTS to horovod or exact on every rank [F111]"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 

@@ -60,5 +60,6 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         raise ModuleNotFoundError(
-            f"{name} is not in collectives, which takes Horovod's place here: {INSTEAD[name]} [F115]", name=name
+            f"{name} is not part of collectives, which is installed in Horovod's place: {INSTEAD[name]} [F115]",
+            name=name,
         )

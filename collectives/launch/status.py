@@ -152,7 +152,7 @@ def late(lines: Sequence[Line]) -> list[str]:
         sentence = (
             f"rank {rank}{' on ' + own['host'] if own and 'host' in own else ''} is late: {listed(numbers)} "
             f"wait{'' if numbers[1:] else 's'} {_seconds(longest):.1f} s for it in {_what(longest)}; "
-            f"{'it ' + does(own) if own else 'it is elsewhere: ask on its host'}"
+            f"{'it ' + does(own) if own else 'it is on another host: ask there'}"
         )
         sentences.append((rank in waiting, -len(waits), rank, sentence))
     return [sentence for *_, sentence in sorted(sentences)]
@@ -170,8 +170,8 @@ def does(line: Line) -> str:
         doing = f"wait{'ed' if silent else 's'}{' for ' + listed(ranks) if ranks else ''} in {_what(line)}"
     if silent:
         return (
-            f"has said nothing for {line['age']:.1f} s: it is stopped, or in C code that keeps Python's lock; before, "
-            f"it {doing}"
+            f"has reported nothing for {line['age']:.1f} s: it is stopped, or in C code that holds Python's lock; "
+            f"before that, it {doing}"
         )
     return f"{doing}, for {_seconds(line) if waits else line['still'] + line['age']:.1f} s"
 

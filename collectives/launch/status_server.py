@@ -209,13 +209,13 @@ class _PageHandler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
             self._answer(403, "text/plain", b"ask for 127.0.0.1\n")
         elif not secrets.compare_digest(token.encode(), self.server.token.encode()):
-            self._answer(404, "text/plain", b"the address that collectivesrun has printed is another one\n")
+            self._answer(404, "text/plain", b"wrong address: use the one that collectivesrun printed\n")
         elif rest == ["status.json/"]:
             self._answer(200, "application/json", json.dumps(self.server.snapshot()).encode())
         elif rest == ["/"] and self.path.endswith("/"):
             self._answer(200, "text/html; charset=utf-8", _PAGE.read_bytes())
         else:
-            self._answer(404, "text/plain", b"there is only the page and status.json\n")
+            self._answer(404, "text/plain", b"not found: only the page and status.json exist\n")
 
     def _answer(self, code: int, kind: str, body: bytes) -> None:
         self.send_response(code)

@@ -32,7 +32,7 @@ def load_ipython_extension(shell: Any) -> None:
         elif words == ["stop"]:
             stop()
         else:
-            print(_session.status() if _session else "no ranks run; %%collectives -np 4 starts some")
+            print(_session.status() if _session else "no ranks are running; start some with %%collectives -np 4")
 
     register_line_cell_magic(collectives)
 
@@ -51,7 +51,7 @@ def started(options: list[str]) -> Session:
         return _session
     size_and_hosts(options)  # what is wrong with them is said before the running ranks end
     if _session is not None and _session.alive:
-        print(f"collectives: other options: the {len(_session.ranks)} ranks end, and new ones start without variables")
+        print(f"collectives: the options have changed; replacing the {len(_session.ranks)} ranks, without variables")
     stop()
     _session = Session(options)
     return _session
@@ -69,11 +69,13 @@ def pull(name: str) -> list[Any]:
     """The values that a variable has on the ranks, by rank. They are pickled.
 
     Raises:
-        NotInitializedError: no ranks run.
-        RankFailedError: some rank has no such variable, or cannot pickle it.
+        NotInitializedError: no ranks are running.
+        RankFailedError: a rank does not have the variable, or cannot pickle it.
     """
     from collectives.base.errors import NotInitializedError
 
     if _session is None:
-        raise NotInitializedError("collectives.notebook.pull: no ranks run; %%collectives -np 4 starts some [L125]")
+        raise NotInitializedError(
+            "collectives.notebook.pull: no ranks are running; start some with %%collectives -np 4 [L125]"
+        )
     return _session.pull(name)

@@ -24,6 +24,7 @@ from collectives.launch import cli, ssh
 from collectives.launch.agent import die_with_parent
 from collectives.launch.api import search_path
 from collectives.launch.hosts import Host
+from collectives.launch.status import listed
 from collectives.notebook.rank import END, INTERRUPT, MARK, VARIABLE
 from collectives.transport.tcp.authentication import make_key
 from collectives.transport.tcp.listener import Listener
@@ -52,7 +53,10 @@ def size_and_hosts(options: Sequence[str]) -> tuple[int, Sequence[Host]]:
     """
     elastic, size, hosts = cli.check_arguments([*options, sys.executable])
     if elastic:
-        raise InvalidArgumentError("%%collectives: the ranks of a notebook stay; elastic jobs are programs [L126]")
+        raise InvalidArgumentError(
+            "%%collectives: elastic jobs cannot run in a notebook; leave out these options, or start a program with "
+            "collectivesrun [L126]"
+        )
     return size, hosts
 
 
@@ -133,12 +137,13 @@ class Session:
             if self._process.poll() is not None:
                 self.show_output()
                 raise RankFailedError(
-                    f"%%collectives: the job has ended with exit code {self._process.returncode} [L10]"
+                    f"%%collectives: the job ended with exit code {self._process.returncode} before all ranks had "
+                    "started; its output is above [L10]"
                 )
             if time.monotonic() > end:
                 raise CollectiveTimeoutError(
-                    f"%%collectives: {len(came)} of {size} ranks were there after {_START_WITHIN:g} s; what they have "
-                    "printed is above [L127]"
+                    f"%%collectives: only {len(came)} of {size} ranks started within {_START_WITHIN:g} s; their "
+                    "output is above [L127]"
                 )
             with contextlib.suppress(queue.Empty):
                 peer = arrived.get(timeout=_LOOK)
@@ -213,7 +218,7 @@ class Session:
         first = min(errors, key=lambda rank: (errors[rank][3], rank))
         _, reason, text, _ = errors[first]
         others = sorted(set(errors) - {first})
-        also = f" (and ranks {', '.join(map(str, others))})" if others else ""
+        also = f" (and {listed(others)})" if others else ""
         print(text, file=sys.stderr, flush=True)
         raise RankFailedError(f"%%collectives: rank {first}{also}: {reason} [L11]")
 
@@ -287,8 +292,8 @@ class Session:
                 self._process.wait(_AFTER_TERMINATE)
             self.close()
             raise RankFailedError(
-                "%%collectives: the ranks have ended: what the first of them has said is above. The next cell starts "
-                "new ones, without the variables of these [L13]"
+                "%%collectives: the ranks have ended; the output of the first one to end is above. The next cell "
+                "starts new ranks, without the variables of the old ones [L13]"
             ) from None
 
     def close(self) -> None:

@@ -53,23 +53,23 @@ class ElasticSettings:
 class ElasticRayExecutor:
     """Runs training functions that survive the loss of ranks and nodes, and take in new ones; see docs/elastic.md.
 
-    Each node has as many ranks as its free CPUs and GPUs have room for when the job begins to use it; they are reserved
-    for the job. Nodes that come later are taken in. The launcher's driver decides, as for ``collectivesrun
+    Each node gets as many ranks as its free CPUs and GPUs have room for when the job begins to use it; these stay
+    reserved for the job. Nodes that come later join. The launcher's driver decides, as for ``collectivesrun
     --host-discovery-script``.
 
     Args:
-        settings: of `create_settings`; by default its defaults.
+        settings: from `create_settings`; its defaults if not given.
         use_gpu: whether ranks have GPUs.
-        cpus_per_slot, gpus_per_slot: of each rank.
-        env_vars: variables of the ranks.
+        cpus_per_slot, gpus_per_slot: CPUs and GPUs of each rank.
+        env_vars: environment variables of the ranks.
         override_discovery: False: ``discovery`` finds the hosts. It is part of Horovod's interface.
         discovery: a function that returns the present hosts, as `collectives.ray.nodes.Hosts` does.
 
     Attributes:
-        variables: of the ranks.
+        variables: environment variables of the ranks.
 
     Raises:
-        InvalidArgumentError: arguments that do not go together.
+        InvalidArgumentError: the arguments contradict each other.
 
     Example:
         executor = ElasticRayExecutor(ElasticRayExecutor.create_settings(min_num_proc=2), cpus_per_slot=2)
@@ -89,11 +89,12 @@ class ElasticRayExecutor:
     ) -> None:
         if gpus_per_slot and not use_gpu:
             raise InvalidArgumentError(
-                f"ElasticRayExecutor: gpus_per_slot={gpus_per_slot}: expected also use_gpu=True [L91]"
+                f"ElasticRayExecutor: gpus_per_slot={gpus_per_slot} needs use_gpu=True; pass both [L91]"
             )
         if override_discovery == (discovery is not None):
             raise InvalidArgumentError(
-                "ElasticRayExecutor: expected override_discovery=False together with discovery [L92]"
+                "ElasticRayExecutor: expected discovery together with override_discovery=False; pass both or neither "
+                "[L92]"
             )
         self.settings = settings or ElasticSettings()
         self._slot = Slot(cpus_per_slot, (gpus_per_slot or 1) if use_gpu else 0)
@@ -117,13 +118,13 @@ class ElasticRayExecutor:
         """Settings for an executor.
 
         Args:
-            min_num_proc, max_num_proc: the fewest ranks that the job goes on with, and the most; None: as many as the
-                cluster takes. ``min_np`` and ``max_np`` are Horovod's earlier names.
+            min_num_proc, max_num_proc: the smallest and the largest number of ranks; None: as many as the cluster has
+                room for. ``min_np`` and ``max_np`` are Horovod's earlier names.
             reset_limit: how often the ranks may change; None: any number of times.
             elastic_timeout: seconds that the job waits for missing ranks.
             timeout_s: seconds within which Ray has to start the job's process on a node.
-            cooldown_range: seconds, the least and the most, for which a node that has failed is not used.
-            nics: a network interface, or several separated by commas, of which each host uses one.
+            cooldown_range: the least and the most seconds for which a failed node is not used.
+            nics: a network interface, or several separated by commas; each host uses one of them.
             ssh_identity_file, ignored: have no effect: nothing is started by ssh. They are part of Horovod's interface.
         """
         smallest = min_num_proc if min_np is None else min_np
@@ -138,10 +139,10 @@ class ElasticRayExecutor:
     def start(self) -> None:
         """Check that there is a cluster; NotInitializedError if not."""
         if not ray.is_initialized():
-            raise NotInitializedError("ElasticRayExecutor: Ray is not connected: call ray.init() before [L94]")
+            raise NotInitializedError("ElasticRayExecutor: Ray is not connected; call ray.init() first [L94]")
 
     def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
-        """Call a function on all ranks; nodes and ranks may come and go meanwhile.
+        """Call a function on all ranks; nodes and ranks may come and go during the call.
 
         Args:
             worker_fn: anything that cloudpickle can pickle. It calls `collectives.init`, and a training function under
@@ -149,12 +150,12 @@ class ElasticRayExecutor:
             callbacks: functions that are called here with each value that rank 0 passes to `collectives.ray.log`.
 
         Returns:
-            What the ranks of the last generation have returned, by rank, with None for one that was lost after others
-            had finished; behind those, what members have that had finished before it.
+            The results of the ranks of the last generation, by rank, with None for a rank that was lost after others
+            had finished; then the results of members that finished before that generation.
 
         Raises:
             RankFailedError: the job could not go on; has the traceback of the failure.
-            BaseException: what a callback has raised, or Ctrl-C; the job has been ended.
+            BaseException: what a callback raised, or Ctrl-C; the job has been ended.
         """
         self.start()
         settings = self.settings
@@ -187,7 +188,9 @@ class ElasticRayExecutor:
             results: bytes = ray.get(running)
             return list(importlib.import_module("cloudpickle").loads(results))
         except RayActorError as error:
-            raise RankFailedError(f"ElasticRayExecutor.run: the job's launcher has ended: {error} [L14]") from error
+            raise RankFailedError(
+                f"ElasticRayExecutor.run: the process that launches the job has ended: {error} [L14]"
+            ) from error
         except BaseException:
             if running is not None and not ray.wait([running], timeout=0)[0]:
                 # Not by a method of the launcher: the one that runs has its main thread.

@@ -45,26 +45,25 @@ class Settings:
 class RayExecutor:
     """Actors of a Ray cluster that are ranks until `shutdown`.
 
-    Their processes stay: what a function has imported or kept is there in the next call. The ranks of a host follow
-    each other. A rank sees the GPUs of all ranks of its host, so that ``local_rank()`` is the number of its own. Works
+    Their processes stay: what a function imports or stores is still there in the next call. The ranks of a host have
+    consecutive numbers. A rank sees the GPUs of all ranks of its host; ``local_rank()`` is the number of its own. Works
     in Ray's client mode too.
 
     Args:
-        settings: of `create_settings`; by default its defaults.
-        num_workers: how many ranks, packed onto few hosts.
-        num_hosts, num_workers_per_host: or how many hosts, and ranks on each of them.
-        cpus_per_worker: of each rank.
-        use_gpu, gpus_per_worker: whether ranks have GPUs, and how many; 1 by default.
-        use_current_placement_group: whether workers are placed in the placement group in which this program runs, if it
-            runs in one.
-        min_workers: makes the job elastic, as `collectives.ray.ElasticRayExecutor` has it: the fewest workers that it
-            goes on with. Then there are `run` and `execute` alone.
+        settings: from `create_settings`; its defaults if not given.
+        num_workers: the number of ranks, packed onto few hosts.
+        num_hosts, num_workers_per_host: in place of ``num_workers``: the numbers of hosts, and of ranks on each host.
+        cpus_per_worker: CPUs of each rank.
+        use_gpu, gpus_per_worker: whether ranks have GPUs, and how many each; 1 by default.
+        use_current_placement_group: whether to place the workers in this program's placement group, if it has one.
+        min_workers: makes the job elastic, as `collectives.ray.ElasticRayExecutor` does: its smallest number of
+            workers. Only `run` and `execute` work then.
         max_workers, reset_limit, cooldown_range, elastic_timeout: of elastic jobs, as for
             `ElasticRayExecutor.create_settings`.
         override_discovery: has no effect; it is part of Horovod's interface.
 
     Raises:
-        InvalidArgumentError: arguments that do not go together.
+        InvalidArgumentError: the arguments contradict each other.
 
     Example:
         executor = RayExecutor(num_workers=2)
@@ -92,12 +91,12 @@ class RayExecutor:
     ) -> None:
         if gpus_per_worker and not use_gpu:
             raise InvalidArgumentError(
-                f"RayExecutor: gpus_per_worker={gpus_per_worker}: expected also use_gpu=True [L96]"
+                f"RayExecutor: gpus_per_worker={gpus_per_worker} needs use_gpu=True; pass both [L96]"
             )
         if gpus_per_worker is not None and gpus_per_worker < 0:
             raise InvalidArgumentError(f"RayExecutor: gpus_per_worker={gpus_per_worker}: expected at least 1 [L97]")
         if max_workers is not None and min_workers is None:
-            raise InvalidArgumentError(f"RayExecutor: max_workers={max_workers}: expected also min_workers [L98]")
+            raise InvalidArgumentError(f"RayExecutor: max_workers={max_workers} needs min_workers; pass both [L98]")
         gpus = (gpus_per_worker or 1) if use_gpu else 0
         self._settings = settings or Settings()
         self._elastic: ElasticRayExecutor | None = None
@@ -112,7 +111,8 @@ class RayExecutor:
         if min_workers is not None:
             if num_workers is not None or num_hosts is not None:
                 raise InvalidArgumentError(
-                    "RayExecutor: expected min_workers, or num_workers or num_hosts, got both [L99]"
+                    "RayExecutor: expected either min_workers (an elastic job), or num_workers or num_hosts; got both "
+                    "[L99]"
                 )
             elastic_settings = ElasticRayExecutor.create_settings(
                 min_workers,
@@ -144,8 +144,8 @@ class RayExecutor:
         Args:
             timeout_s: seconds within which the actors must have started.
             ssh_identity_file, ssh_str: have no effect: nothing is started by ssh. They are part of Horovod's interface.
-            placement_group_timeout_s: seconds within which Ray must have a place for the workers.
-            nics: names of network interfaces, one of which is used on each host.
+            placement_group_timeout_s: seconds within which Ray must find room for the workers.
+            nics: names of network interfaces; each host uses one of them.
         """
         return Settings(timeout_s, placement_group_timeout_s, frozenset(nics or ()))
 
@@ -159,17 +159,17 @@ class RayExecutor:
         """Start the workers.
 
         Args:
-            executable_cls: called on each of them; `execute` hands what it returns to its function.
+            executable_cls: is called on each of them; `execute` passes its result to the function.
             executable_args, executable_kwargs: its arguments.
             extra_env_vars: variables that are set before.
 
         Raises:
-            CollectiveTimeoutError: Ray had no place for them, or the processes have not started in time.
-            RankFailedError: ``executable_cls`` has raised.
+            CollectiveTimeoutError: Ray found no room for them, or the processes did not start in time.
+            RankFailedError: ``executable_cls`` raised.
         """
         if self._workers:
             raise InvalidArgumentError(
-                "RayExecutor.start: the workers have been started; call shutdown() before [L100]"
+                "RayExecutor.start: the workers are already started; call shutdown() first [L100]"
             )
         extra = {name: str(text) for name, text in (extra_env_vars or {}).items()}
         if self._settings.nics:
@@ -220,8 +220,8 @@ class RayExecutor:
             return answers
         except GetTimeoutError:
             raise CollectiveTimeoutError(
-                f"RayExecutor.start: the {len(references)} workers have not started within "
-                f"{self._settings.timeout_s:g} s; see Ray's logs, or raise timeout_s of create_settings [L101]"
+                f"RayExecutor.start: the {len(references)} workers did not start within {self._settings.timeout_s:g} "
+                "s; look at Ray's logs, or raise timeout_s of create_settings [L101]"
             ) from None
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None) -> list[Any]:
@@ -253,12 +253,12 @@ class RayExecutor:
             callbacks: functions that are called here with each value that rank 0 passes to `collectives.ray.log`.
 
         Raises:
-            RankFailedError: a rank has raised, or its process has ended; has the traceback of the first failure. The
-                others' calls are ended: they raise RankFailedError. The executor can be used again unless a process
-                has ended.
-            BaseException: what a callback has raised, or Ctrl-C; the calls are ended likewise. A function that does
-                not return within 10 s, as in C code, costs the workers: `shutdown` and `start` have to be called.
-            NotInitializedError: the workers have not been started.
+            RankFailedError: a rank raised, or its process ended; has the traceback of the first failure. The other
+                ranks' calls end with RankFailedError. The executor can be used again unless a process has ended.
+            BaseException: what a callback raised, or Ctrl-C; the calls end in the same way. If a function does not
+                return within 10 s, because it is in C code for instance, the workers are ended: call `shutdown` and
+                `start`.
+            NotInitializedError: the workers are not started.
         """
         given, named = list(args or ()), dict(kwargs or {})
         if self._elastic is not None:
@@ -286,9 +286,9 @@ class RayExecutor:
 
     def _all(self) -> list[Any]:
         if self._elastic is not None:
-            raise UnsupportedError("RayExecutor: elastic jobs (min_workers) have run() and execute() alone [L102]")
+            raise UnsupportedError("RayExecutor: elastic jobs (min_workers) support only run() and execute() [L102]")
         if not self._workers:
-            raise NotInitializedError("RayExecutor: the workers have not been started: call start() before [L103]")
+            raise NotInitializedError("RayExecutor: the workers are not started; call start() first [L103]")
         if self._lost:
             raise RankFailedError(f"RayExecutor: {self._lost}")
         return self._workers
@@ -366,8 +366,8 @@ class RayExecutor:
         finally:
             if busy:
                 self._lost = self._lost or (
-                    "the function of a rank has not returned from an interrupt, and the workers have been ended: "
-                    "call shutdown() and start() again [L129]"
+                    "a rank's function did not return when it was interrupted, so the workers were ended; call "
+                    "shutdown() and start() again [L129]"
                 )
                 for worker in self._workers:
                     ray.kill(worker)
@@ -378,8 +378,8 @@ class RayExecutor:
             return outcome
         except RayActorError:
             self._lost = self._lost or (  # without rank 0 the others have no places, which Ray says in the same way
-                f"the process of rank {rank} on {self._sites[rank].name} has ended: see Ray's logs, and the kernel's "
-                "for lack of memory; call shutdown() and start() again [L16]"
+                f"the process of rank {rank} on {self._sites[rank].name} has ended; look at Ray's logs, and for an "
+                "out-of-memory kill in the kernel's log; then call shutdown() and start() again [L16]"
             )
             text = f"RankFailedError: {self._lost}"
         except RayError as error:

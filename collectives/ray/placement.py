@@ -33,8 +33,8 @@ class Shape(NamedTuple):
         """InvalidArgumentError: there is no such shape."""
         if (self.workers is None) == (self.hosts is None):
             raise InvalidArgumentError(
-                f"RayExecutor: expected num_workers, or num_hosts and num_workers_per_host, got num_workers="
-                f"{self.workers}, num_hosts={self.hosts} [L104]"
+                "RayExecutor: expected either num_workers, or num_hosts with num_workers_per_host; got "
+                f"num_workers={self.workers}, num_hosts={self.hosts} [L104]"
             )
         for name, number in (("num_workers", self.workers), ("num_hosts", self.hosts)):
             if number is not None and number < 1:
@@ -70,10 +70,10 @@ class Group:
                 raise
             there = {name: number for name, number in ray.cluster_resources().items() if name in ("CPU", "GPU")}
             raise CollectiveTimeoutError(
-                f"RayExecutor: Ray had no place for {len(bundles)} times {bundles[0]} ({strategy}) within {timeout:g} "
-                f"s; the cluster has {there}, of which free are "
-                f"{ {name: ray.available_resources().get(name, 0) for name in there} }: ask for less, add nodes, or "
-                "raise placement_group_timeout_s [L106]"
+                f"RayExecutor: Ray found no room for {len(bundles)} times {bundles[0]} ({strategy}) within "
+                f"{timeout:g} s; the cluster has {there}, of which "
+                f"{ {name: ray.available_resources().get(name, 0) for name in there} } are free. Ask for less, add "
+                "nodes, or raise placement_group_timeout_s [L106]"
             ) from None
         return group
 

@@ -50,7 +50,7 @@ class Worker:
         """Have the call end that runs, or that is about to."""
         self._is_given_up = True
         if self._is_called:
-            raise RankFailedError("another rank has failed, or the program has given the call up [L130]")
+            raise RankFailedError("another rank failed, or the program cancelled the call [L130]")
 
     def here(self) -> tuple[str, int, list[Any], Site]:
         """Node, process, numbers of the GPUs that are this actor's, and where it is."""

@@ -87,7 +87,7 @@ def simulate(
     if stride < 1:
         raise InvalidArgumentError(f"stride={stride}: expected a positive number of groups [U23]")
     if min(sizes, default=0) < 0:
-        raise InvalidArgumentError(f"sizes: expected the bytes of each chunk, found {min(sizes)} [U24]")
+        raise InvalidArgumentError(f"sizes: expected 0 or more bytes for each chunk, found {min(sizes)} [U24]")
     traffic = Traffic(schedules, sizes, segment, stride)
     links = Topology(network, traffic.size)
     begins = np.zeros(traffic.size)

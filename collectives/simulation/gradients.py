@@ -33,10 +33,13 @@ def of_model(path: str) -> tuple[int, ...]:
         sizes = [_bytes(parameter) for parameter in _parameters(model)]
     except Exception as error:  # of the user's program
         raise InvalidArgumentError(
-            f"--model {path!r}: expected package.module:name of a model, or of what makes one: {error!r} [U31]"
+            f"--model {path!r}: expected package.module:name of a model, or of a function that makes one: {error!r} "
+            "[U31]"
         ) from error
     if not sum(sizes):
-        raise InvalidArgumentError(f"--model {path!r}: a {type(model).__name__} without trainable parameters [U32]")
+        raise InvalidArgumentError(
+            f"--model {path!r}: expected trainable parameters, got a {type(model).__name__} without any [U32]"
+        )
     return tuple(reversed(sizes))
 
 
@@ -63,9 +66,7 @@ def of_timeline(path: str | os.PathLike[str]) -> tuple[int, ...]:
     try:
         trace = timeline_summary.parse(timeline.read(path))
     except OSError as error:
-        raise InvalidArgumentError(
-            f"the timeline {os.fspath(path)!r} cannot be read: {error.strerror} [U33]"
-        ) from error
+        raise InvalidArgumentError(f"cannot read the timeline {os.fspath(path)!r}: {error.strerror} [U33]") from error
     steps: dict[str, Any] = {}
     for span in trace.spans:
         tensors = str(span.args.get("tensors"))
@@ -74,5 +75,8 @@ def of_timeline(path: str | os.PathLike[str]) -> tuple[int, ...]:
                 break
             steps[tensors] = span.args.get("bytes")
     if not (sizes := tuple(nbytes for nbytes in steps.values() if isinstance(nbytes, int) and nbytes > 0)):
-        raise InvalidArgumentError(f"the timeline {os.fspath(path)!r} holds no all-reduce with its bytes [U34]")
+        raise InvalidArgumentError(
+            f"the timeline {os.fspath(path)!r} has no all-reduce with a number of bytes; record one while "
+            "the program trains [U34]"
+        )
     return sizes

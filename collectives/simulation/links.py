@@ -86,7 +86,7 @@ class Topology:
             self.capacity[self.number(name)] *= share
         if not (self.capacity > 0).all() or not network.reduction > 0 or not (self.latencies >= 0).all():
             raise InvalidArgumentError(
-                f"{network!r}: expected bandwidths and reduction above 0, and latencies from 0 on [U26]"
+                f"{network!r}: expected bandwidths and reduction above 0, and latencies of 0 or more [U26]"
             )
 
     @cached_property

@@ -138,8 +138,8 @@ def kinds(collective: str, algorithm: str, hosts: Hosts) -> tuple[int, list[Kind
         return _hierarchical(hosts)
     if (collective, algorithm) not in _KINDS:
         raise InvalidArgumentError(
-            f"algorithm={algorithm!r}: the rounds of this {collective} are not described; simulate it exactly "
-            "(collectives simulate collective --exact) [U37]"
+            f"algorithm={algorithm!r}: this {collective} can only be simulated exactly; run: collectives simulate "
+            "collective --exact [U37]"
         )
     return _KINDS[collective, algorithm](sum(map(len, hosts)))
 

@@ -27,8 +27,8 @@ class Traffic:
         for rank, schedule in enumerate(schedules):
             if schedule.rank != rank or schedule.chunks != len(sizes):
                 raise InvalidArgumentError(
-                    f"schedules, sizes: expected a schedule of rank {rank} over {len(sizes)} chunks, one size for "
-                    f"each, found rank {schedule.rank} over {schedule.chunks} [U27]"
+                    f"schedules, sizes: expected a schedule of rank {rank} with {len(sizes)} chunks, one for each "
+                    f"size; found one of rank {schedule.rank} with {schedule.chunks} [U27]"
                 )
             self.collective, self.size = schedule.collective, schedule.size
             self.rounds = max(self.rounds, len(schedule.rounds))
@@ -77,7 +77,7 @@ class Traffic:
             for table in (sends, receives)
         )
         raise InvalidArgumentError(
-            f"schedules: a send and its receive do not meet: sent is {sent}; received is {received} [U29]"
+            f"schedules: a send and its receive do not match: sent is {sent}; received is {received} [U29]"
         )
 
     def group(self, number: int) -> tuple[Ints, Ints, Floats, Floats]:

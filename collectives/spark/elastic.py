@@ -49,17 +49,17 @@ def run_elastic(
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on ranks that may die and be replaced; see docs/elastic.md.
 
-    Spark's tasks hold slots. The ranks are processes of their own there; they are started, and replaced, by the
-    launcher's driver, as for ``collectivesrun --host-discovery-script``. What they print is shown by this program. When
-    executors go or come, and Spark starts tasks again, so do ranks; an executor is a host.
+    Spark's tasks hold slots. The ranks are separate processes in these slots; the launcher's driver starts and replaces
+    them, as for ``collectivesrun --host-discovery-script``. This program shows their output. An executor is a host:
+    ranks go and come with executors, once Spark starts their tasks again.
 
     Args:
         fn: anything that cloudpickle can pickle. It calls `collectives.init`, and a training function under
             `collectives.elastic.run`.
         args, kwargs: its arguments.
         num_proc: the number of ranks; by default Spark's default parallelism.
-        min_num_proc, max_num_proc: the fewest ranks that the job goes on with, and the most; by default ``num_proc``.
-            ``min_np`` and ``max_np`` are Horovod's earlier names.
+        min_num_proc, max_num_proc: the smallest and the largest number of ranks; by default ``num_proc``. ``min_np``
+            and ``max_np`` are Horovod's earlier names.
         start_timeout: seconds within which Spark has to start the first task; by default those of
             ``HOROVOD_SPARK_START_TIMEOUT``, or 600.
         elastic_timeout: seconds that the job waits for missing ranks; by default those of
@@ -68,12 +68,12 @@ def run_elastic(
         env, nics, horovods: as for `run`.
 
     Returns:
-        What the ranks of the last generation have returned, by rank, with None for one that was lost after others had
-        finished; behind those, what members have that had finished before it.
+        The results of the ranks of the last generation, by rank, with None for a rank that was lost after others had
+        finished; then the results of members that finished before that generation.
 
     Raises:
-        RankFailedError: the job could not go on, or Spark has given the tasks up: in local mode already for one whose
-            Python worker is killed, unless its master is ``local[N,FAILURES]``.
+        RankFailedError: the job could not go on, or Spark gave up the tasks: in local mode as soon as one Python worker
+            is killed, unless the master is ``local[N,FAILURES]``.
         CollectiveTimeoutError, InvalidArgumentError, NotInitializedError: as for `run`.
 
     Example:

@@ -33,16 +33,15 @@ class FrameEstimator(Estimator):  # type: ignore[misc]
         model, optimizer, loss: of the framework.
         store: where the frame is written, under ``run_id``.
         feature_cols: columns of numbers, lists of numbers or Spark's vectors: the model's inputs in order.
-        label_cols: likewise, of the label; one.
+        label_cols: the column of the label, of the same kinds; exactly one.
         num_proc: the number of ranks; by default Spark's default parallelism.
         batch_size: rows of each rank in a step.
-        epochs: how often all rows are trained on.
-        validation: the part of the rows, below 1, that is not trained on, and whose loss is told; or the name of a
-            column that says so for each row; None: no rows.
-        shuffle: whether each rank trains on its rows in another order in each epoch: on the row groups, and on the rows
-            of each.
+        epochs: how often the training passes over all rows.
+        validation: the share of the rows, below 1, that is held out for a validation loss; or the name of a column that
+            marks these rows; None: no rows.
+        shuffle: whether each rank shuffles its row groups, and the rows of each group, in every epoch.
         run_id: a name that the store does not have yet; by default a new one.
-        verbose: whether rank 0 prints the losses, to its executor's log; 0: it does not.
+        verbose: whether rank 0 prints the losses to its executor's log; 0: no.
         horovods: Horovod's options about readers have no effect; InvalidArgumentError: any other.
     """
 
@@ -69,13 +68,15 @@ class FrameEstimator(Estimator):  # type: ignore[misc]
         super().__init__()
         unknown = [name for name, value in horovods.items() if name not in _WITHOUT_EFFECT and value is not None]
         if unknown:
-            raise InvalidArgumentError(f"{self._WHAT}: {unknown[0]}: this option is not supported [L109]")
+            raise InvalidArgumentError(f"{self._WHAT}: the option {unknown[0]} is not supported; leave it out [L109]")
         if len(label_cols) != 1:
             raise InvalidArgumentError(
-                f"{self._WHAT}: label_cols={label_cols}: expected one, of a model with one output [L131]"
+                f"{self._WHAT}: label_cols={label_cols}: expected one column, because the model has one output [L131]"
             )
         if batch_size < 1 or epochs < 1:
-            raise InvalidArgumentError(f"{self._WHAT}: expected batch_size and epochs of at least 1 [L110]")
+            raise InvalidArgumentError(
+                f"{self._WHAT}: expected batch_size and epochs of at least 1, got {batch_size} and {epochs} [L110]"
+            )
         if isinstance(validation, (int, float)) and not 0 <= validation < 1:
             raise InvalidArgumentError(f"{self._WHAT}: validation={validation}: expected at least 0 and below 1 [L111]")
         self.model, self.optimizer, self.loss, self.store = model, optimizer, loss, store

@@ -64,10 +64,11 @@ class Job:
         self._has_begun = self._has_begun or self._runs()
         if not self._has_begun and time.monotonic() > self._end:
             raise CollectiveTimeoutError(
-                f"{self._what}: Spark has started none of {self._tasks} tasks within {self._timeout:g} s; those of a "
-                f"barrier stage start together. There are {self._context.defaultParallelism} slots by "
-                f"spark.default.parallelism, of {self._context.getConf().get('spark.task.cpus', '1')} CPUs each; other "
-                "jobs may hold some. Ask for fewer by num_proc, add executors, or raise start_timeout [L112]"
+                f"{self._what}: Spark started none of the {self._tasks} tasks within {self._timeout:g} s; it starts "
+                "the tasks of a barrier stage together. spark.default.parallelism is "
+                f"{self._context.defaultParallelism}, with {self._context.getConf().get('spark.task.cpus', '1')} CPUs "
+                "for each task, and other jobs may use some of them. Pass a smaller num_proc, add executors, or raise "
+                "start_timeout [L112]"
             )
         return False
 
@@ -94,8 +95,8 @@ def active_context(what: str) -> SparkContext:
     context = SparkContext._active_spark_context
     if context is None:
         raise NotInitializedError(
-            f"{what}: there is no SparkContext: make one by SparkSession.builder.getOrCreate(); a session of Spark "
-            "Connect has none [L113]"
+            f"{what}: there is no SparkContext; create one with SparkSession.builder.getOrCreate() (a Spark Connect "
+            "session has none) [L113]"
         )
     return context
 

@@ -21,7 +21,7 @@ class KerasEstimator(FrameEstimator):
     """Trains a Keras model on a Spark frame, on several ranks, with `collectives.keras.DistributedOptimizer`.
 
     Args:
-        model: not compiled; its inputs are built; with one output.
+        model: built and not compiled, with one output.
         optimizer, loss: as for ``model.compile``.
         metrics: as for ``model.compile``.
         callbacks: on all ranks, of Keras's or of `collectives.keras.callbacks`.

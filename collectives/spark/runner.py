@@ -28,9 +28,9 @@ def run(
     nics: Collection[str] | None = None,
     **horovods: Any,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` in Spark tasks that are ranks, all at the same time.
+    """Call ``fn(*args, **kwargs)`` in Spark tasks that run at the same time and are ranks.
 
-    The function calls `collectives.init` itself. The ranks of a host follow each other. What they print is in the
+    The function calls `collectives.init` itself. The ranks of a host have consecutive numbers. Their output is in the
     executors' logs.
 
     Args:
@@ -39,8 +39,8 @@ def run(
         num_proc: the number of ranks; by default Spark's default parallelism.
         start_timeout: seconds within which Spark has to start the tasks; by default those of
             ``HOROVOD_SPARK_START_TIMEOUT``, or 600.
-        env: further variables of the ranks.
-        nics: network interfaces, of which each host uses one.
+        env: more environment variables for the ranks.
+        nics: network interfaces; each host uses one of them.
         horovods: Horovod's options ``use_mpi``, ``use_gloo``, ``extra_mpi_args``, ``verbose`` and
             ``prefix_output_with_timestamp`` have no effect.
 
@@ -48,8 +48,8 @@ def run(
         The function's results, by rank.
 
     Raises:
-        RankFailedError: a rank has raised, and the text has its traceback; or an executor or a Python worker is lost.
-            The other ranks have been ended. Spark does not try again.
+        RankFailedError: a rank raised (the text has its traceback), or an executor or a Python worker is lost. The
+            other ranks have been ended. Spark does not try again.
         CollectiveTimeoutError: Spark had no room for so many tasks within ``start_timeout``.
         InvalidArgumentError: an unknown argument, or ``num_proc`` is below 1.
         NotInitializedError: there is no SparkContext.
@@ -81,8 +81,8 @@ def check_options(what: str, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in _WITHOUT_EFFECT and value is not None:
             raise InvalidArgumentError(
-                f"{what}: {name}: there is no such argument; expected fn, args, kwargs, num_proc, start_timeout, env, "
-                "nics and others that its documentation names [L115]"
+                f"{what}: unknown argument {name}; expected fn, args, kwargs, num_proc, start_timeout, env, nics, or "
+                "another one that its documentation names [L115]"
             )
 
 

@@ -55,7 +55,7 @@ class Share:
         files = [file for file in files if file.count_rows()]
         if not files:
             raise InvalidArgumentError(
-                f"there are no rows in {path}: expected a frame with some, and validation below 1 [L116]"
+                f"{path} has no rows; pass a DataFrame that has some, and a validation below 1 [L116]"
             )
         shares = [files[number::size] or [files[number % len(files)]] for number in range(size)]
         self.rows = max(sum(file.count_rows() for file in share) for share in shares)
@@ -97,10 +97,12 @@ def arrays(table: Any, columns: Sequence[str]) -> list[np.ndarray[Any, Any]]:
     for name in columns:
         column = table.column(name)
         if column.null_count:
-            raise InvalidArgumentError(f"column {name!r} has {column.null_count} nulls: expected none [L117]")
+            raise InvalidArgumentError(
+                f"column {name!r} has {column.null_count} nulls; expected none: fill them, or drop these rows [L117]"
+            )
         array = column.to_numpy()
         try:
             values.append(np.stack(array) if array.dtype == object else array)
         except ValueError as error:
-            raise InvalidArgumentError(f"column {name!r}: expected lists of one length: {error} [L118]") from None
+            raise InvalidArgumentError(f"column {name!r}: expected lists of equal length: {error} [L118]") from None
     return values

@@ -24,8 +24,9 @@ class TorchEstimator(FrameEstimator):
     Args:
         optimizer: of the module's parameters.
         loss: ``loss(output, label)``, the mean over rows.
-        input_shapes: of each input, -1 for its rows, such as ``[[-1, 1, 28, 28]]``; by default as in the frame.
-        use_gpu: whether ranks train on a GPU, of the number ``local_rank()``, where there is one.
+        input_shapes: the shape of each input, with -1 for its rows, such as ``[[-1, 1, 28, 28]]``; by default as in the
+            frame.
+        use_gpu: whether ranks train on GPU number ``local_rank()``, if it exists.
 
     Other arguments are those of `collectives.spark.estimator.FrameEstimator`.
 

@@ -14,13 +14,13 @@ from collectives.base.suggestions import did_you_mean
 COMMANDS = {
     "run": ("collectives.launch.cli", "start a program on N ranks: collectivesrun"),
     "bench": ("collectives.tools.bench.command", "time and check a collective over sizes"),
-    "demo": ("collectives.tools.demo", "a bandwidth table and a data-parallel training on this machine"),
-    "plan": ("collectives.tools.plan", "what would be chosen for N ranks: algorithms, transports, block sizes"),
-    "doctor": ("collectives.launch.doctor", "what is wrong or slow on hosts, and what to do: collectivesrun --doctor"),
-    "simulate": ("collectives.tools.simulate", "predict collectives and training steps on a cluster one does not have"),
-    "report": ("collectives.launch.timeline_report", "a timeline as an HTML page or as text"),
-    "explain": ("collectives.tools.explain", "what the code at the end of a message means: its cause and its cure"),
-    "status": ("collectives.tools.status", "what the ranks of a running job do, and who waits for whom"),
+    "demo": ("collectives.tools.demo", "measure bandwidth and train a small model in parallel on this machine"),
+    "plan": ("collectives.tools.plan", "print what the planner chooses for N ranks: algorithm, transport, block size"),
+    "doctor": ("collectives.launch.doctor", "find what is wrong or slow, and what to do: collectivesrun --doctor"),
+    "simulate": ("collectives.tools.simulate", "predict collectives and training steps on a cluster you do not have"),
+    "report": ("collectives.launch.timeline_report", "turn a timeline into an HTML page or text"),
+    "explain": ("collectives.tools.explain", "explain the code at the end of a message: its cause and its cure"),
+    "status": ("collectives.tools.status", "show what each rank of a running job does, and which rank it waits for"),
 }
 """By command: the module whose ``main(arguments) -> int`` it is, and a line of help."""
 

@@ -46,7 +46,7 @@ def main(
     if digits:
         _training(options.ranks, output, plots)
     print("\nWritten: " + ", ".join(_shown(file) for file in sorted(output.iterdir())))
-    missing = ["plots (matplotlib)"] * (not plots) + ["training (scikit-learn, for its digits)"] * (not digits)
+    missing = ["plots (needs matplotlib)"] * (not plots) + ["training (needs scikit-learn's digits)"] * (not digits)
     if missing:
         print(
             f"collectives demo: no {' and no '.join(missing)}: pip install 'pycollectives[bench]' [U8]", file=sys.stderr
@@ -122,7 +122,10 @@ def _run(title: str, command: list[str]) -> None:
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     status = subprocess.run(command, env=environment, check=False).returncode
     if status:
-        print(f"collectives demo: error: this ended with status {status}: {' '.join(command)} [U10]", file=sys.stderr)
+        print(
+            f"collectives demo: error: this command ended with status {status}: {' '.join(command)} [U10]",
+            file=sys.stderr,
+        )
         sys.exit(status if status > 0 else 1)
 
 

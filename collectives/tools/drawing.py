@@ -108,7 +108,10 @@ def _count(number: int, what: str) -> str:
 def _find(collective: str, name: str) -> Algorithm:
     offered = [each.name for each in with_schedules() if each.collective == collective]
     if name not in offered:
-        raise InvalidArgumentError(f"algorithm={name!r}: {collective} has {', '.join(offered) or 'no schedule'} [U43]")
+        raise InvalidArgumentError(
+            f"algorithm={name!r}: expected an algorithm of {collective}: {', '.join(offered) or 'none has a schedule'} "
+            "[U43]"
+        )
     return registry.find(collective, name)
 
 
@@ -125,7 +128,7 @@ def with_schedules() -> list[Algorithm]:
 def _schedules(collective: str, name: str, size: int) -> list[Schedule]:
     algorithm = _find(collective, name)
     if not 1 <= size <= MOST_RANKS:
-        raise InvalidArgumentError(f"size={size}: a picture has 1 to {MOST_RANKS} ranks [U44]")
+        raise InvalidArgumentError(f"size={size}: expected 1 to {MOST_RANKS} ranks in a picture [U44]")
     middle = ceil(size / 2) if algorithm.spans_hosts and size > 1 else size
     hosts = [range(middle)] + [range(middle, size)] * (middle < size)
     if algorithm.why_not(hosts):

@@ -15,7 +15,8 @@ _USAGE = """\
 usage: collectives plan -np N [-H HOST:N,...] [--size SIZE ...] [options of collectivesrun]
        collectives plan -np N --draw FILE.html [--collective NAME] [--algorithm NAME]
 
-Print what would be chosen for each collective on N ranks, and why: algorithm, transport, block size. Nothing starts.
+Print what the planner chooses for each collective on N ranks, and why: algorithm, transport, block
+size. Nothing starts.
 --size: a tensor's size, such as 64M; may be repeated (default: seven sizes from 4 bytes to 256M)
 --draw: write a page that steps through the rounds of one algorithm on N ranks (default: allreduce by ring)
 """

@@ -1,4 +1,4 @@
-"""``collectives simulate``: how long collectives and training steps would take on a cluster that one does not have.
+"""``collectives simulate``: predict collectives and training steps on a cluster that you do not have.
 
 collectives simulate collective -np 64 --bytes 100M --cluster h100-rails
 collectives simulate planner -np 8,512,65536 --cluster ethernet-10g
@@ -19,6 +19,7 @@ from typing import Any
 
 from collectives.base.config import in_units, parse_bytes
 from collectives.base.errors import CollectivesError, InvalidArgumentError
+from collectives.launch.status import listed
 from collectives.launch.usage import Parser
 from collectives.schedules import registry
 from collectives.simulation import chakra, gradients, rounds, topology
@@ -96,27 +97,37 @@ def _flags() -> argparse.ArgumentParser:
     lower = _pair(str, "=", _share, "LINK=SHARE, such as 'host 3 out=0.5'")
     lose = _pair(str, "@", _seconds, "LINK@SECONDS, such as 'rank 2 out@0.001'")
     repeated: dict[str, Any] = {"action": "append", "default": []}
-    one.add_argument("--late", **repeated, type=late, metavar="RANK=SECONDS", help="implies --exact")
-    one.add_argument("--lower", **repeated, type=lower, metavar="LINK=SHARE", help="as 'host 3 out=0.5'")
-    one.add_argument("--lose", **repeated, type=lose, metavar="LINK@SECONDS", help="as 'rank 2 out@0.001'")
+    one.add_argument(
+        "--late", **repeated, type=late, metavar="RANK=SECONDS", help="start a rank later; implies --exact"
+    )
+    one.add_argument("--lower", **repeated, type=lower, metavar="LINK=SHARE", help="slow a link: 'host 3 out=0.5'")
+    one.add_argument("--lose", **repeated, type=lose, metavar="LINK@SECONDS", help="cut a link: 'rank 2 out@0.001'")
 
-    every = command("planner", _planner, "what the planner would choose by ranks and bytes, and the quickest")
+    every = command(
+        "planner", _planner, "the planner's choice for each number of ranks and bytes, and the quickest algorithm"
+    )
     every.add_argument("-np", type=_several(_size), default="8,64,512,4096,65536", help="ranks (default: %(default)s)")
     every.add_argument("--bytes", type=_several(_nbytes), default="4,64K,1M,16M,256M", help="default: %(default)s")
 
-    step = command("step", _step, "a training step: its efficiency, and what would help most")
+    step = command("step", _step, "the efficiency of a training step, and what would improve it most")
     step.add_argument("-np", type=_size, help="ranks")
     model = step.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", help="package.module:name of a torch or Keras model, or of what makes one")
-    model.add_argument("--timeline", help="a recorded timeline, whose all-reduces are the gradients")
-    model.add_argument("--gradients", type=_several(_nbytes), help="bytes of each, the last layer first: 4M,16M")
-    step.add_argument("--compute", type=_duration, required=True, help="seconds of a step of one rank by itself")
-    step.add_argument("--fusion", type=size, default=_DEFAULTS.fusion, help="bytes that are sent as one")
-    step.add_argument("--compression", type=_share, default=1.0, help="share of the bytes that is sent")
-    step.add_argument("--no-overlap", action="store_true", help="send after computing")
+    model.add_argument("--model", help="package.module:name of a torch or Keras model, or of a function that makes one")
+    model.add_argument("--timeline", help="a recorded timeline; its all-reduces are the gradients")
+    model.add_argument(
+        "--gradients", type=_several(_nbytes), help="bytes of each gradient, the last layer's first: 4M,16M"
+    )
+    step.add_argument(
+        "--compute", type=_duration, required=True, help="seconds of a step on one rank, without communication"
+    )
+    step.add_argument("--fusion", type=size, default=_DEFAULTS.fusion, help="bytes that are sent together")
+    step.add_argument("--compression", type=_share, default=1.0, help="share of the bytes that is sent, such as 0.5")
+    step.add_argument("--no-overlap", action="store_true", help="communicate only after computing")
     step.add_argument("--algorithm", type=algorithm, help="for all gradients (default: the planner's choice)")
-    step.add_argument("--slower", type=_multiple, default=1.0, help="the slowest rank's computing time by the others'")
-    step.add_argument("--late", type=_seconds, default=0.0, help="seconds by which a rank begins later")
+    step.add_argument(
+        "--slower", type=_multiple, default=1.0, help="how many times longer the slowest rank computes than the others"
+    )
+    step.add_argument("--late", type=_seconds, default=0.0, help="seconds by which one rank begins later")
     step.add_argument("--html", type=new_file, help="write a page")
     step.add_argument("--plot", type=new_file, help="draw as PNG and SVG; needs matplotlib")
     step.add_argument("--json", type=new_file, help="write everything")
@@ -159,7 +170,7 @@ def _collective(asked: argparse.Namespace) -> int:
         waiting |= set(stuck)
         print(
             f"{name:24} {1e3 * report.total:12.4f} {report.busbw / 1e9:9.2f} {report.messages:9} "
-            f"{1e3 * min(report.times):13.4f} ms  {_ranks(stuck)}"
+            f"{1e3 * min(report.times):13.4f} ms  {listed(stuck) if stuck else '-'}"
         )
     if waiting:
         _after_loss(asked, cluster)
@@ -173,21 +184,19 @@ def _playable(asked: argparse.Namespace, cluster: Cluster) -> list[str]:
         one = registry.find(asked.collective, name)
         names += [] if one.native or one.why_not(hosts) else [name]
     if asked.algorithm and asked.algorithm not in names:
-        raise InvalidArgumentError(f"algorithm={asked.algorithm!r}: {asked.collective} has {', '.join(names)} [U42]")
+        raise InvalidArgumentError(
+            f"algorithm={asked.algorithm!r}: expected an algorithm of {asked.collective}: {', '.join(names)} [U42]"
+        )
     return [asked.algorithm] if asked.algorithm else names
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}" if ranks else "-"
-
-
 def _after_loss(asked: argparse.Namespace, cluster: Cluster) -> None:
-    print("a lost link: the waiting ranks raise when the peer counts as failed (COLLECTIVES_PEER_TIMEOUT, 10 s)")
+    print("a lost link: waiting ranks raise once they count the peer as failed (COLLECTIVES_PEER_TIMEOUT, 10 s)")
     if cluster.hosts > 1:
         left = replace(cluster, ranks=cluster.ranks - cluster.local)
         rest = Predictor(left).predict(asked.collective, asked.bytes)
         print(
-            f"an elastic job goes on with {left.ranks} ranks: {rest.algorithm}, {1e3 * rest.seconds:.4f} ms, "
+            f"an elastic job continues with {left.ranks} ranks: {rest.algorithm}, {1e3 * rest.seconds:.4f} ms, "
             f"{rest.busbw / 1e9:.2f} GB/s"
         )
 

@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the status of a job that was started on this host, and return the exit code."""
     parser = Parser(
         prog="collectives status",
-        description="Show what the ranks of a running job do, and who waits for whom, at which line.",
-        epilog="On other hosts: ssh HOST collectives status. As a page for browsers: collectivesrun --status-port.",
+        description="Show what each rank of a running job does, which rank it waits for, and at which line.",
+        epilog="On other hosts: ssh HOST collectives status. As a web page: collectivesrun --status-port.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="JOB",
         nargs="?",
         type=int,
-        help="the process id of its collectivesrun or, without one, of a rank",
+        help="the process id of the job's collectivesrun or, without one, of a rank",
     )
     parser.add_argument("--json", action="store_true", help="print the data instead of a table")
     options = parser.parse_args(arguments)
@@ -36,13 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         named = "" if options.job is None else f" {options.job}"
         print(
-            f"collectives status: no answer from a job{named} of this user on this host ({error}) [U12]",
+            f"collectives status: no job{named} of this user on this host answered ({error}) [U12]",
             file=sys.stderr,
         )
         return 1
     if len(running) != 1:
         found = "\n".join(f"  {pid}  {snapshot['job']['command']}" for pid, snapshot in sorted(running.items()))
-        problem = f"which job?\n{found}" if running else "no job runs here [U30]"
+        problem = f"several jobs are running; name one of them:\n{found}" if running else "no job is running here [U30]"
         print(f"collectives status: {problem}", file=sys.stderr)
         return 1
     (shown,) = running.values()

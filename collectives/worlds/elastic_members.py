@@ -79,7 +79,7 @@ class MemberJob(Job):
     """This process's part in such a job; other arguments as of `Job`."""
 
     _launched = False
-    _DRIVER, _SETTING = "the member that serves the store", f"see what it has logged, or raise {TIMEOUT}"
+    _DRIVER, _SETTING = "the member that serves the store", f"look at its log, or raise {TIMEOUT}"
 
     def __init__(self, host: str, port: int, key: bytes, settings: Settings) -> None:
         self._lease = 0.0
@@ -125,14 +125,14 @@ class MemberJob(Job):
         """
         (host, port), rank = self._rendezvous, self._settings.rank
         within = min(self._timeout, NAME_WITHIN) if rank == 0 else self._timeout
-        awaited = f"the host of COLLECTIVES_RENDEZVOUS=tcp://{network.joined(host, port)} to be known"
+        awaited = f"the host name in COLLECTIVES_RENDEZVOUS=tcp://{network.joined(host, port)} to resolve"
         try:
             with saying_what_is_tried(lambda: f"waiting for {awaited}", within):
                 await_name(host, within)
         except OSError as error:
             raise TransportError(
                 f"{'a newcomer' if rank is None else f'rank {rank}'}: waited {within:g} s for {awaited}: {error}; set "
-                "COLLECTIVES_RENDEZVOUS to a name or address of rank 0's host, alike on all members [E23]"
+                "COLLECTIVES_RENDEZVOUS to a name or address of rank 0's host, the same on all members [E23]"
             ) from None
         if self._settings.rank == 0 and self._server is None and not self._is_served():
             where = network.joined(host, port)
@@ -141,7 +141,7 @@ class MemberJob(Job):
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise TransportError(
-                        f"rank 0: cannot serve a store at {where}: {error}; name a free port of this host with "
+                        f"rank 0: cannot serve the store at {where}: {error}; choose a free port of this host: set "
                         f"COLLECTIVES_RENDEZVOUS=tcp://{host}:port on all ranks [E24]"
                     ) from None
             else:
@@ -149,8 +149,8 @@ class MemberJob(Job):
                     self._server.close()
                     self._server = None
                     raise TransportError(
-                        f"rank 0: {socket.gethostname()} does not reach itself at {where}: rank 0 must run on the host "
-                        "that COLLECTIVES_RENDEZVOUS names [E25]"
+                        f"rank 0: host {socket.gethostname()} cannot reach its own store at {where}; start rank 0 on "
+                        "the host that COLLECTIVES_RENDEZVOUS names [E25]"
                     )
                 self._announced = self._rendezvous
                 self._owner = self._make_owner()
@@ -250,9 +250,9 @@ class MemberJob(Job):
             except CollectiveTimeoutError:
                 if time.monotonic() > end:
                     raise CollectiveTimeoutError(
-                        f"waited {self._timeout + BEYOND:g} s to be let into the elastic job at "
-                        f"{network.joined(*store.address)}: it has no generation; see what its first ranks have "
-                        f"logged, or raise {TIMEOUT} [E27]"
+                        f"waited {self._timeout + BEYOND:g} s to join the elastic job at "
+                        f"{network.joined(*store.address)}, which has not formed a generation; look at the output of "
+                        f"its first ranks, or raise {TIMEOUT} [E27]"
                     ) from None
 
     # ---- what is said
@@ -300,7 +300,7 @@ class MemberJob(Job):
         try:
             self._beat()
         except Exception as error:  # the others take this member for dead: it must not wait for them
-            self._lost = f"this member does not beat any more: {type(error).__name__}: {error}"
+            self._lost = f"this member can no longer send heartbeats: {type(error).__name__}: {error}"
         if self._owner is not None:
             self._decide()
 
@@ -308,7 +308,7 @@ class MemberJob(Job):
         owner = self._owner
         assert owner is not None
         owner.run()
-        self._lost = "this member was to decide, and cannot any more"
+        self._lost = "this member was to lead the job, and failed"
 
     def _check_driver(self) -> None:
         if self._lost:
@@ -316,8 +316,8 @@ class MemberJob(Job):
 
     def _nobody_serves(self) -> str:
         return (
-            f"member {self.member}: no member of generation {self.generation} serves the elastic job's store: "
-            f"the job has ended, or all others have died ({self._lost}) [E30]"
+            f"member {self.member}: no member of generation {self.generation} serves the elastic job's store: the job "
+            f"has ended, or all other members have died ({self._lost}) [E30]"
         )
 
     def _beat(self) -> None:
@@ -391,10 +391,11 @@ class MemberJob(Job):
         owner = self._make_owner()
         owner.resume(roll, dead)
         where = f"tcp://{network.joined(*self._announced)}"
-        logger.warning("elastic job: member %d serves the store from now on, at %s [E28]", self.member, where)
+        logger.warning("elastic job: member %d now serves the store, at %s [E28]", self.member, where)
         if not self._listens_at_rendezvous():
             logger.warning(
-                "elastic job: newcomers need COLLECTIVES_RENDEZVOUS=%s, or rank 0 started again [E29]", where
+                "elastic job: to add members, start them with COLLECTIVES_RENDEZVOUS=%s, or start rank 0 again [E29]",
+                where,
             )
             threading.Thread(target=self._send_here, name="collectives-moved", daemon=True).start()
         self._owner = owner
@@ -453,8 +454,9 @@ def from_environment(environment: Mapping[str, str]) -> Job:
         host, port = parse_address(environment.get("COLLECTIVES_RENDEZVOUS", ""))
     except ValueError:
         raise InvalidArgumentError(
-            "COLLECTIVES_ELASTIC is set: expected also COLLECTIVES_RENDEZVOUS=tcp://host:port, with the host of rank 0 "
-            f"and a port that is free there, and got {environment.get('COLLECTIVES_RENDEZVOUS', '')!r} [E14]"
+            "COLLECTIVES_ELASTIC is set, but "
+            f"COLLECTIVES_RENDEZVOUS={environment.get('COLLECTIVES_RENDEZVOUS', '')!r}: expected tcp://host:port, "
+            "with rank 0's host and a port that is free there [E14]"
         ) from None
     key, key_file = job_key.from_environment(environment), ""
     if key is None:
@@ -468,7 +470,7 @@ def from_environment(environment: Mapping[str, str]) -> Job:
     try:
         seconds = float(timeout or DEFAULT_TIMEOUT)
     except ValueError:
-        raise InvalidArgumentError(f"{TIMEOUT}={timeout!r}: expected seconds [E16]") from None
+        raise InvalidArgumentError(f"{TIMEOUT}={timeout!r}: expected a number of seconds [E16]") from None
     if largest is not None and largest < (smallest or 1):
         raise InvalidArgumentError(f"{LARGEST}={largest}: expected at least {SMALLEST}={smallest or 1} [E17]")
     return MemberJob(
@@ -479,7 +481,7 @@ def from_environment(environment: Mapping[str, str]) -> Job:
 def _number(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name, "").strip()
     if text and not (text.isdecimal() and int(text)):
-        raise InvalidArgumentError(f"{name}={text!r}: expected a number of ranks [E18]")
+        raise InvalidArgumentError(f"{name}={text!r}: expected a number of ranks, 1 or more [E18]")
     return int(text) if text else None
 
 

@@ -110,7 +110,7 @@ class Owner:
         try:
             self._decide()
         except Exception:
-            logger.exception("elastic job: this member cannot decide any more; another one goes on [E42]")
+            logger.exception("elastic job: this member can no longer lead the job; another member takes over [E42]")
             self._server.close()
 
     def _decide(self) -> None:
@@ -144,7 +144,7 @@ class Owner:
             self._take(key, value)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             logger.warning(
-                "elastic job: %r was set to what no member says: %s [E40]", key, f"{type(error).__name__}: {error}"
+                "elastic job: ignored an unexpected value of %r: %s [E40]", key, f"{type(error).__name__}: {error}"
             )
 
     def _take(self, key: str, value: bytes | None) -> None:
@@ -173,7 +173,7 @@ class Owner:
     def _send_to(self, address: Sequence[Any]) -> None:
         """Send who has come to the address where the job goes on."""
         if not self._moved:
-            logger.warning("elastic job: it goes on at %s: joining it there [E31]", address)
+            logger.warning("elastic job: the job continues at %s; joining it there [E31]", address)
         self._moved = {"moved": address}
         for token, _ in self._early:
             self._set(f"elastic/welcome/{token}", self._moved)
@@ -201,8 +201,8 @@ class Owner:
             answer = {"refused": self._driver.end.text or "the job has ended"}
         elif not self._driver.generation and size != self._size:
             answer = {
-                "refused": f"rank {rank} on {knock['host']} says that the job begins with {size} ranks, and rank 0 "
-                f"with {self._size}; COLLECTIVES_SIZE must be the same on all first ranks"
+                "refused": f"the job begins with {size} ranks according to rank {rank} on {knock['host']}, and with "
+                f"{self._size} according to rank 0; set COLLECTIVES_SIZE to the same number on all first ranks"
             }
         else:
             self._expected.discard(rank)
@@ -218,7 +218,7 @@ class Owner:
 
     def _hear(self, member: int, question: int, thing: Mapping[str, Any], now: float) -> None:
         if member in self._dead:
-            text = f"the others have gone on without member {member}, since it {self._dead[member]}; start it anew"
+            text = f"the job continues without member {member}, because it {self._dead[member]}; start it again"
             self._set(f"elastic/answer/{member}/{question}", {"give_up": text})
             return
         if member not in self._driver.members:
@@ -232,9 +232,9 @@ class Owner:
         for member in list(self._silence):
             self._silence[member] += seconds
             if member in self._closed and self._silence[member] > _MISSED:
-                self._lose(member, "has closed its connection to the store, and does not beat any more [E21]", now)
+                self._lose(member, "closed its connection to the store, and gave no further sign of life [E21]", now)
             elif self._silence[member] > self._lease:
-                self._lose(member, f"has been silent for {self._lease:g} s (COLLECTIVES_PEER_TIMEOUT) [E22]", now)
+                self._lose(member, f"gave no sign of life for {self._lease:g} s (COLLECTIVES_PEER_TIMEOUT) [E22]", now)
 
     def _lose(self, number: int, why: str, now: float) -> None:
         """Take note that a member has died, or has ended."""

@@ -44,7 +44,7 @@ class KnownSets:
         """
         if number not in self._sets:
             raise InvalidArgumentError(
-                f"process_set: there is no process set {number}; known are {sorted(self._sets)} [W45]"
+                f"process_set: there is no process set {number}; expected one of {sorted(self._sets)} [W45]"
             )
         return self._sets[number]
 
@@ -52,10 +52,11 @@ class KnownSets:
         """Make a set and number it; see `collectives.add_process_set`, also for what it raises."""
         try:
             if members.process_set_id is not None:
-                raise InvalidArgumentError(f"{members} was added already [W46]")
+                raise InvalidArgumentError(f"{members} is already added; use it without adding it again [W46]")
             if members.ranks is None and members.mpi_comm is not None:
                 raise NotImplementedError(
-                    f"{members}: give init() the sets that are made of communicators, or name the ranks [W47]"
+                    f"{members}: add_process_set() cannot use a communicator; pass the set to init(process_sets=...), "
+                    "or name its ranks [W47]"
                 )
             ranks = members.ranks if members.ranks is not None else list(range(root.size))
             number = self._number_of(ranks) if unlike else None
@@ -101,7 +102,7 @@ class KnownSets:
             number = self._number_of(ranks)
             if number is None:
                 refused.append(
-                    f"process_sets[{place}]: a set of the ranks {list(ranks)} was not added; see add_process_set()"
+                    f"process_sets[{place}]: no set of the ranks {list(ranks)} exists; call add_process_set() for it"
                 )
             elif number in seen:
                 members.detach()
@@ -209,8 +210,8 @@ def _agreed(root: World, own_sets: Sequence[tuple[Ranks, bool]]) -> list[Ranks]:
                 for rank, each in enumerate(at_place)
             )
             raise MismatchError(
-                f"rank {root.ranks[root.rank]}: init: process_sets[{place}] is not the same on every rank: {answers}; "
-                f"every rank must give the same ranks, or communicators [M20]"
+                f"rank {root.ranks[root.rank]}: init: the ranks disagree on process_sets[{place}]: {answers}; "
+                "pass the same ranks, or communicators, on every rank [M20]"
             )
         agreed_sets |= dict.fromkeys(each[0] for each in at_place if each is not None)
     return list(agreed_sets)

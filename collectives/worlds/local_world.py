@@ -65,7 +65,7 @@ class _Rank(DefaultWorld):
     def as_one_rank(self, asked: Any) -> Iterator[None]:
         if self.world is None:
             raise NotInitializedError(
-                "init(): this rank has left its local world, which cannot be entered again; leave shutdown() out [W12]"
+                "init(): this rank called shutdown(), and cannot join its local world again; leave out shutdown() [W12]"
             )
         with super().as_one_rank(asked):
             yield
@@ -78,9 +78,9 @@ def _own_rank() -> _Rank:
     rank = _rank_of_thread.get()
     if rank is None:
         raise NotInitializedError(
-            f"thread {threading.current_thread().name!r} belongs to no rank of the local world: call collectives in "
-            "the function that run() is given. A thread that this function starts belongs to its rank if it runs in a "
-            "copy of the context: Thread(target=contextvars.copy_context().run, args=(function,)) [W13]"
+            f"thread {threading.current_thread().name!r} belongs to no rank of the local world; call collectives in "
+            "the function that you pass to run(). A thread that this function starts belongs to its rank if it runs "
+            "in a copy of the context: Thread(target=contextvars.copy_context().run, args=(function,)) [W13]"
         )
     return rank
 
@@ -131,11 +131,11 @@ def as_rank(number: int) -> Iterator[None]:
     rank, own = _ranks.get(number), _rank_of_thread.get()
     if own is not None and own.number != number:
         raise InvalidArgumentError(
-            f"this was made by another rank of the local world, and is used by rank {own.rank}: make one "
-            "on every rank, in the function that run() is given [W14]"
+            f"rank {own.rank} uses an object that another rank of the local world made; make one on every rank, in "
+            "the function that you pass to run() [W14]"
         )
     if rank is None:
-        raise NotInitializedError("this was made by a rank of a local world that has ended: make it again [W15]")
+        raise NotInitializedError("this object was made in a local world that has ended; make a new one [W15]")
     token = _rank_of_thread.set(rank)
     try:
         yield
@@ -162,16 +162,16 @@ def bound(function: Callable[..., Returned]) -> Callable[..., Returned]:
 
 @contextmanager
 def local_world(size: int) -> Iterator[LocalWorld]:
-    """Have this process be several ranks, each a thread, with a device each.
+    """Run several ranks as threads of this process, each with its own device.
 
         with collectives.local_world(2) as world:
             losses = world.run(train)
 
-    Within the `with` block, collectives belong to the functions that `LocalWorld.run` is given. Reads the environment
-    (see `Config`). There is no launcher, no MPI and no network.
+    Within the `with` block, only the functions that you pass to `LocalWorld.run` may call collectives. Reads the
+    environment (see `Config`). There is no launcher, no MPI and no network.
 
-    The ranks share the interpreter's lock: Python code runs on one core at a time. Adapters that are imported by then
-    give each rank a device of the process as its default one, if there are several: TensorFlow's logical devices, JAX's
+    The ranks share the interpreter's lock: Python code runs on one core at a time. If the process has several devices,
+    adapters that are already imported give each rank one of them as its default: TensorFlow's logical devices, JAX's
     devices. With torch, select ``collectives.local_device()``.
 
     Args:
@@ -181,8 +181,8 @@ def local_world(size: int) -> Iterator[LocalWorld]:
         The local world, whose `run` calls a function on every rank.
 
     Raises:
-        InvalidTypeError, InvalidArgumentError: no number of ranks; `init` has been called; or there is a local world
-            already.
+        InvalidTypeError, InvalidArgumentError: ``size`` is not a number of ranks; `init` has been called; or a local
+            world already exists.
 
     Example:
         with collectives.local_world(4) as world:
@@ -204,12 +204,12 @@ def local_world(size: int) -> Iterator[LocalWorld]:
 def _begun(size: int) -> LocalWorld:
     if type(default) is not DefaultWorld:
         raise InvalidArgumentError(
-            "local_world: this process has a local world already: leave its `with` block first [W18]"
+            "local_world: this process already has a local world; leave its `with` block first [W18]"
         )
     if default.world is not None or default.joining:
         raise InvalidArgumentError(
-            "local_world: init() has made this process a rank: call shutdown() first, and leave init() to the "
-            "function that run() is given [W19]"
+            "local_world: init() has made this process a rank; call shutdown() first, and call init() only in the "
+            "function that you pass to run() [W19]"
         )
     world = LocalWorld(size)
     logging.configure(world.config.log_level)
@@ -241,27 +241,29 @@ class LocalWorld:
         """Call a function on every rank, each in a new thread, in a new world.
 
         Args:
-            function: takes the rank's `World`, or nothing. Within it ``collectives.rank()``, ``allreduce`` and all
-                other functions, those of adapters too, are the rank's; ``init()`` does nothing.
+            function: takes the rank's `World`, or nothing. In it, ``collectives.rank()``, ``allreduce`` and all other
+                functions, also those of adapters, act for that rank; ``init()`` does nothing.
             timeout: seconds after which the run is ended.
 
         Returns:
-            What the function has returned, by rank.
+            The function's results, by rank.
 
         Raises:
-            RankFailedError: a rank raised; says which and what, and has its exception as ``__cause__``. The others'
-                calls have failed by then.
+            RankFailedError: a rank raised; the message names the rank and the error, and ``__cause__`` is its
+                exception. The other ranks' calls have failed by then.
             CollectiveTimeoutError: ``timeout`` has passed.
-            InvalidArgumentError: after the `with` block, or an earlier run has not ended.
+            InvalidArgumentError: the `with` block has ended, or an earlier run has not.
         """
         return exclusively(_changing, self._run, function).results(timeout)
 
     def _run(self, function: Callable[..., Returned]) -> _Run[Returned]:
         if type(default) is DefaultWorld:
-            raise InvalidArgumentError("run: the local world has ended: call it within the `with` block [W20]")
+            raise InvalidArgumentError("run: the local world has ended; call run() inside the `with` block [W20]")
         running = [thread.name for thread in self._threads if thread.is_alive()]
         if running:
-            raise InvalidArgumentError(f"run: an earlier run has not ended: {', '.join(running)} [W21]")
+            raise InvalidArgumentError(
+                f"run: an earlier run() is still running: {', '.join(running)}; wait until it ends [W21]"
+            )
         groups = thread_groups.connect(self.size, timeout=self.config.timeout)
         worlds = [World(group, self.config) for group in groups]
         run = _Run(function, [_Rank(*each) for each in zip(self._numbers, worlds, strict=True)])
@@ -301,7 +303,7 @@ class _Run(Generic[Returned]):
             raise
         if self._errors:
             failed, first = self._errors[0]
-            since = f" ({self._unfinished()} since)" if self._running else ""
+            since = f" ({self._unfinished()} after that)" if self._running else ""
             text = f"rank {failed} of the local world raised {in_words(failed, first)}{since} [W23]"
             raise RankFailedError(text) from first
         return [self._returned[rank.rank] for rank in self._ranks]

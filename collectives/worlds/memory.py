@@ -35,8 +35,8 @@ def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike =
 
     Raises:
         InvalidArgumentError: a negative dimension.
-        InvalidTypeError: a shape that is no number and no sequence of numbers, or a dtype of Python objects.
-        MemoryError, ValueError: as of NumPy, if there is no private memory either, or no address for so much.
+        InvalidTypeError: ``shape`` is neither a number nor a sequence of numbers, or ``dtype`` is of Python objects.
+        MemoryError, ValueError: as from NumPy, if private memory is not available either, or the size has no address.
 
     Example:
         >>> hvd.empty((2, 3), np.float32).shape
@@ -69,8 +69,8 @@ def empty_like(
 ) -> npt.NDArray[Any]:
     """An uninitialised array with the shape and dtype of another tensor, in memory that peers can map.
 
-    Unlike ``numpy.empty_like`` it is C-contiguous whatever the prototype's order, because only then the collectives
-    use its memory as it is.
+    Unlike with ``numpy.empty_like``, the array is C-contiguous for every order of the prototype: only then do
+    collectives use its memory without a copy.
 
     Args:
         prototype: any tensor in host memory that `allreduce` takes.
@@ -89,7 +89,7 @@ def empty_like(
 
 
 def is_mapped(tensor: Any) -> bool:
-    """Whether collectives use a tensor's memory where it lies, mapped by all ranks of the host.
+    """Whether collectives use a tensor's memory in place, because all ranks of the host map it.
 
     True for contiguous arrays of this module, contiguous views of them, any framework's tensors that share their
     memory, and results of collectives from 16 KiB up. False for all other tensors in host memory, for tensors without

@@ -40,7 +40,7 @@ _Finish = Callable[[], Any]
 
 
 class Messages:
-    """What a rank of a world sends and receives; ranks are those of the world, but in a `Status`."""
+    """Point-to-point messages of a world; ranks are numbered within the world, except in a `Status`."""
 
     def __init__(self, rank: int, ranks: Sequence[int], transfers: Transfers) -> None:
         self._rank, self._ranks, self._size = rank, ranks, len(ranks)
@@ -54,7 +54,7 @@ class Messages:
 
         Args:
             tensor: any that `collectives.allreduce` takes, of any shape; on a GPU it is copied to host memory first.
-            dst: a rank of all ranks, also where a process set is given. To this rank itself a copy is sent at once.
+            dst: a rank of the whole world, also with a process set. A message to this rank itself is copied at once.
             tag: from 0 to 2**31 - 1; the receiver asks for it.
             process_set: messages of one process set are never received in another one.
             stream: of a GPU tensor, as for `collectives.allreduce`.
@@ -62,8 +62,8 @@ class Messages:
         Raises:
             NotInitializedError, InvalidTypeError, InvalidArgumentError: an argument is refused; the receiver is not
                 told.
-            MismatchError: the receiver has called `recv`, and refused the message, for its length or dtype. Where the
-                message is small, or travels through MPI, only the receiver raises.
+            MismatchError: the receiver has called `recv` and refused the message because of its length or dtype. If
+                the message is small, or travels through MPI, only the receiver raises.
             RankFailedError: a rank has failed or died, or the receiver has shut down.
             CollectiveTimeoutError: the receiver has not called `recv` within COLLECTIVES_TIMEOUT; the world has failed.
 
@@ -147,13 +147,13 @@ class Messages:
         """Receive a message from a rank.
 
         Args:
-            tensor: writable, of the dtype of the message, and of as many elements at least; the message's elements
-                replace the first ones, in C order, and the others stay. Shapes may differ. None: a new tensor is made.
-            src: a rank of all ranks, also where a process set is given, or ANY_SOURCE.
+            tensor: writable, of the message's dtype, with at least as many elements as the message. The message
+                replaces the first elements, in C order; the others stay. Shapes may differ. None: make a new tensor.
+            src: a rank of the whole world, also with a process set, or ANY_SOURCE.
             tag: the tag of the message, or ANY_TAG.
-            like: of a new tensor: one of the type (NumPy, torch, JAX, ...) that it is to have, and on its device; its
-                shape and dtype do not matter. None: a NumPy array.
-            shape, dtype: of a new tensor: what the message must have; by default, whatever it has.
+            like: for a new tensor: a tensor of the wanted type (NumPy, torch, JAX, ...) on the wanted device; its shape
+                and dtype do not matter. None: a NumPy array.
+            shape, dtype: for a new tensor: those that the message must have; by default, any.
             status: is filled with what was received: its source, tag, shape, dtype and number of elements.
             process_set, stream: as for `send`.
 
@@ -162,8 +162,8 @@ class Messages:
 
         Raises:
             NotInitializedError, InvalidTypeError, InvalidArgumentError: an argument is refused; the sender is not told.
-            MismatchError: the message has more elements than the tensor, or another dtype or shape than is expected;
-                names sender, tag, what was expected and what was found. The message is gone, and the tensor unchanged.
+            MismatchError: the message has more elements than the tensor, or not the expected dtype or shape; names the
+                sender, the tag, and the expected and found values. The message is lost, and the tensor unchanged.
             RankFailedError: a rank has failed or died, or the sender has shut down.
             CollectiveTimeoutError: no message has come within COLLECTIVES_TIMEOUT; the world has failed.
 
@@ -202,9 +202,9 @@ class Messages:
     ) -> MessageHandle[Tensor] | MessageHandle[npt.NDArray[Any]]:
         """Begin to `recv` and return at once.
 
-        Returns a handle as `isend` does, whose result is that of `recv`, and whose ``status`` tells what was received.
-        The tensor may not be used until it is done. Receives that fit the same message get theirs in the order of the
-        calls.
+        Returns a handle like that of `isend`. Its result is that of `recv`, and its ``status`` describes what was
+        received. Do not use the tensor until the receive is done. Receives that match the same message are served in
+        the order of the calls.
 
         Example:
             >>> peer = 1 - hvd.rank()
@@ -340,7 +340,7 @@ class Messages:
             for name in ("like", "shape", "dtype"):
                 if options.get(name) is not None:
                     raise InvalidArgumentError(
-                        f"{name}: expected None where a tensor is given, got {options.get(name)!r} [A43]"
+                        f"{name}: expected None, because a tensor is given; got {options.get(name)!r} [A43]"
                     )
             view = arrays.view(tensor, writable=True, stream=options.get("stream"))
         except CollectivesError as error:

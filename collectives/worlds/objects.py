@@ -109,9 +109,9 @@ class Objects:
         if not hmac.compare_digest(signature.data, self._signature(rank, name, number, data.data)):
             ranks = self._operations.ranks
             raise TransportError(
-                f"rank {ranks[self._operations.rank]}: an object of rank {ranks[rank]} ({name or 'without a name'}) is "
-                "not what that rank has signed: it was changed on the way, or a former one was sent again; it was not "
-                "unpickled [N10]"
+                f"rank {ranks[self._operations.rank]}: the signature of an object from rank {ranks[rank]} "
+                f"({name or 'without a name'}) is wrong: the object was altered on the way, or an earlier one was "
+                "sent again; it was not unpickled [N10]"
             )
         return data
 
@@ -120,7 +120,7 @@ class Objects:
             try:
                 return _dumps(value)
             except Exception as error:
-                text = f"object: {type(value).__name__} cannot be pickled: {error} [W63]"
+                text = f"object: cannot pickle a {type(value).__name__}: {error} [W63]"
                 raise self._operations.refused(InvalidTypeError(text), name and f"{name}.length") from error
 
 

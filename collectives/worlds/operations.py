@@ -418,6 +418,6 @@ def _needs_handle(tensor: Any, options: ReduceOptions) -> bool:
 def _a_handle(handle: Any) -> Handle:
     if not isinstance(handle, Handle):
         raise InvalidTypeError(
-            f"handle: expected what an asynchronous operation returned, got {type(handle).__name__} [A46]"
+            f"handle: expected a handle that an asynchronous operation returned, got {type(handle).__name__} [A46]"
         )
     return handle

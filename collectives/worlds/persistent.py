@@ -90,7 +90,7 @@ class PersistentOperation(ABC, Generic[Result]):
         """Let go of the tensors. The operation cannot be started any more; freeing it again does nothing.
 
         Raises:
-            InvalidArgumentError: it is started; wait for it first.
+            InvalidArgumentError: the operation is in flight; wait for it first.
         """
         if self._in_use:
             raise InvalidArgumentError(f"{self._says()} is in flight and cannot be freed; wait for it first [W33]")
@@ -133,19 +133,19 @@ class PersistentOperation(ABC, Generic[Result]):
 
     def _in_flight(self, what: str) -> Handle[Result]:
         if self._started is None:
-            raise InvalidArgumentError(f"{self._says()} was {what} but is not started; call start() first [W35]")
+            raise InvalidArgumentError(f"{self._says()} was {what} but not started; call start() first [W35]")
         return self._started
 
     def _refusal(self) -> Exception:
         """Tell the other ranks that this one cannot start. Returns the error to raise."""
         if self._freed:
-            why = "was freed and cannot be started; make it anew, on every rank [W36]"
+            why = "was freed and cannot be started; create a new one on every rank [W36]"
         elif self._in_use:
-            why = "is in flight already and cannot be started; wait for it first [W37]"
+            why = "is already in flight and cannot be started; wait for it first [W37]"
         else:
             why = (
-                "cannot be started: a tensor has other memory or another layout than when it was made, as by "
-                "torch's set_ or .data; free it and make it anew, on every rank [W38]"
+                "cannot be started: the memory or the layout of a tensor has changed since the operation was created "
+                "(torch's set_ and .data do that); free it and create a new one on every rank [W38]"
             )
         error = InvalidArgumentError(f"{self._title} {why}")
         return self._operations.refused(error, self._entry.name)

@@ -232,7 +232,7 @@ class PersistentInit:
             if handle.entry.request != request or [tuple(part.rows) for part in handle.members or (handle,)] != rows:
                 raise InvalidArgumentError(
                     f"{binding.entry.request.describe()} cannot be started: its tensors are now those of "
-                    f"{handle.entry.request.describe()}; free it and make it anew, on every rank [W40]"
+                    f"{handle.entry.request.describe()}; free it and create a new one on every rank [W40]"
                 )
             handle.entry = binding.entry
             return handle
@@ -282,7 +282,7 @@ def _output(tensor: Any, out: Any) -> Array:
     expected, actual = arrays.view(tensor), arrays.view(out, argument="out", writable=True)
     if not (isinstance(expected, arrays.View) and isinstance(actual, arrays.View)):
         raise InvalidArgumentError(
-            "out: expected None for a tensor on a GPU, whose all-reduce is persistent in place [W41]"
+            "out: expected None for a tensor on a GPU: its persistent all-reduce works in place [W41]"
         )
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype) or actual.copied:
         raise InvalidArgumentError(
@@ -290,6 +290,6 @@ def _output(tensor: Any, out: Any) -> Array:
         )
     if np.may_share_memory(actual.array, expected.array):
         raise InvalidArgumentError(
-            "out: shares memory with the tensor; leave it out to reduce the tensor in place [W43]"
+            "out: overlaps the tensor in memory; leave out the argument to reduce the tensor in place [W43]"
         )
     return actual.array.reshape(actual.shape)

@@ -22,12 +22,11 @@ class ProcessSet:
     """Some of the ranks; usable after `collectives.add_process_set`.
 
     Args:
-        ranks_or_comm: ranks of the whole world, or an mpi4py communicator of them, which only `init` takes; None: all
-            ranks.
+        ranks_or_comm: ranks of the whole world, or an mpi4py communicator, which only `init` accepts; None: all ranks.
 
     Attributes:
         process_set_id: 0 for all ranks, then the lowest free of 1, 2, ... as the sets are added; None before.
-        mpi_comm: the communicator that it was made of; of all ranks, the one given to `init`.
+        mpi_comm: the communicator that the set was made of; for all ranks, the one passed to `init`.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm | None) -> None:
@@ -100,7 +99,7 @@ class ProcessSet:
         number = int(rank.__index__())
         if number not in self._ranks:
             raise InvalidArgumentError(
-                f"{argument}: expected a rank of {self}, got {number}; ranks are those of the whole world [A20]"
+                f"{argument}: expected a rank of {self}, got {number}; pass a rank of the whole world [A20]"
             )
         return self._ranks.index(number)
 

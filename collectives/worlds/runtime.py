@@ -48,39 +48,39 @@ def init(
 ) -> None:
     """Join the other ranks; every rank calls it before any other function. Reads the environment (see `Config`).
 
-    Until `shutdown`, further calls do nothing. After an exception, an interrupt included, it may be called again on
-    every rank that raised; a rank that ends instead ends the job. Without a launcher there is one rank, and MPI is
-    neither needed nor started.
+    Until `shutdown`, further calls do nothing. After an exception, an interrupt included, every rank that raised may
+    call it again; a rank that ends instead ends the job. Without a launcher there is one rank, and MPI is neither
+    needed nor started.
 
-    What the caller says decides where the ranks meet, then ``COLLECTIVES_RENDEZVOUS``; else MPI, where its launcher
-    has started them; else what torchrun, Slurm, ``TF_CONFIG`` or JAX's variables say. (Not if the process has set
-    ``COLLECTIVES_ALLOW_SINGLE=1``.)
+    Where the ranks meet is decided by, in this order: the arguments; ``COLLECTIVES_RENDEZVOUS``; MPI, if its launcher
+    has started the ranks; the variables of torchrun, Slurm, ``TF_CONFIG`` or JAX. (With
+    ``COLLECTIVES_ALLOW_SINGLE=1`` these variables do not count.)
 
     Args:
         comm: an mpi4py intracommunicator, which is duplicated, or the ranks of COMM_WORLD that take part; all of
             COMM_WORLD by default.
-        process_sets: added as by `add_process_set`; equal on every rank, or communicators, of which each rank has its
-            own. Horovod's ``"dynamic"`` adds none. Those given to a second call must be known.
+        process_sets: are added as by `add_process_set`. Pass the same sets on every rank, or communicators, of which
+            each rank has its own. Horovod's ``"dynamic"`` adds none. A second call accepts only known sets.
         rendezvous: where the ranks meet, such as ``"tcp://node1:29400"``: an address of rank 0's host, and a port that
             is free there. MPI is neither needed nor started.
-        store: at which the ranks meet, instead: anything with ``set(key, value)``, ``get(key)`` and
-            ``wait(keys, timeout)``, such as torch's stores. Who can read it can join, unless ``COLLECTIVES_KEY`` is
-            set.
+        store: where the ranks meet, in place of ``rendezvous``: anything with ``set(key, value)``, ``get(key)`` and
+            ``wait(keys, timeout)``, such as torch's stores. Anyone who can read it can join, unless
+            ``COLLECTIVES_KEY`` is set.
         rank, size: of this process, with ``rendezvous`` or ``store``; by default ``COLLECTIVES_RANK`` and
-            ``COLLECTIVES_SIZE``, or what a launcher says.
+            ``COLLECTIVES_SIZE``, or the launcher's variables.
 
     Raises:
         MissingDependencyError: an MPI launcher has started several ranks, but no MPI library can be loaded, and nothing
             says where they meet.
-        TransportError: a launcher has started several processes, but nothing says where they meet, or this is not the
-            MPI that it belongs to, so that this process finds itself alone (``COLLECTIVES_ALLOW_SINGLE=1`` makes a
-            world of one rank instead); or what is where the ranks meet is no store of this job.
-        InvalidArgumentError: an invalid setting in the environment, or ranks in ``comm``; arguments that do not go
-            together; this process is another rank already, perhaps in another thread; or two process sets have the same
-            ranks, or one has all: then the world and the other sets exist.
-        CollectiveTimeoutError: not every rank has called in time.
-        RankFailedError: a rank raised in the middle of its `init`.
-        ForkedProcessError: this process was started by a rank, and is not a rank itself.
+        TransportError: a launcher has started several processes, but this one finds no other: nothing says where they
+            meet, or the launcher belongs to another MPI. (With ``COLLECTIVES_ALLOW_SINGLE=1`` it becomes a world of
+            one rank instead.) Or the store where the ranks meet is not this job's.
+        InvalidArgumentError: a setting in the environment or ``comm`` is invalid; the arguments contradict each other;
+            this process already is another rank, perhaps in another thread; or two process sets have the same ranks,
+            or one has all ranks: then the world and the other sets exist.
+        CollectiveTimeoutError: not every rank has called `init` in time.
+        RankFailedError: a rank raised during its `init`.
+        ForkedProcessError: a rank has started this process, which is not a rank itself.
 
     Example:
         >>> hvd.init()
@@ -97,7 +97,8 @@ def init(
             return
         if default.joining:
             raise InvalidArgumentError(
-                "init() was called within init(), from a signal handler; let it set a flag, and call init() later [W26]"
+                "init() was called by a signal handler while init() was running; set a flag in the handler, and call "
+                "init() later [W26]"
             )
         connect.check_place(asked)
         if comm is None and not asked.explicit:
@@ -181,8 +182,8 @@ def _world_of_job(job: elastic_jobs.Job, config: Config) -> World:
 def shutdown() -> None:
     """Leave the other ranks. Does nothing before `init`. Does not finalise MPI, which the program may still use.
 
-    An interrupt while another thread's call has to end first leaves the world as it was: call it again. Later ones are
-    raised when this rank has left.
+    First it waits until other threads' calls have ended. An interrupt during that wait changes nothing: call it again.
+    A later interrupt is raised once this rank has left.
     """
     with default.held():
         # Without a world the hooks stay: `init` may have been interrupted, and the others wait in it for this rank.
@@ -199,7 +200,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
+    """Whether `init` has been called, and `shutdown` has not been called since."""
     return default.world is not None
 
 
@@ -245,10 +246,10 @@ def local_size() -> int:
 
 
 def local_device() -> int:
-    """This rank's GPU, as its process numbers them: ``COLLECTIVES_DEVICE``, or the one of its `local_rank`.
+    """The number of this rank's GPU in this process: ``COLLECTIVES_DEVICE``, or chosen by `local_rank`.
 
-    For programs to select it, as in ``torch.cuda.set_device(collectives.local_device())``. Collectives run on the GPU
-    of their tensors, which may be another one. More ranks than GPUs share them.
+    Programs select it: ``torch.cuda.set_device(collectives.local_device())``. Collectives run on the GPU of their
+    tensors, which may be another one. If a host has more ranks than GPUs, ranks share GPUs.
 
     Raises:
         MissingDependencyError: GPUs cannot be used here; names what is missing.
@@ -344,15 +345,15 @@ def add_process_set(process_set: ProcessSet | Iterable[int], *, unlike: bool = F
 
     Args:
         process_set: a `ProcessSet`, or the ranks of one.
-        unlike: whether to refuse, as Horovod does, the ranks of a known set, or all ranks. Otherwise that makes a
-            further set with independent operations.
+        unlike: whether to refuse a set of all ranks, or of the same ranks as a known set, as Horovod does. If not, such
+            a set is added, and its operations are independent.
 
     Returns:
         The process set.
 
     Raises:
-        InvalidArgumentError: there are no such ranks, or the set was added already, or a duplicate is refused.
-        NotImplementedError: it was made of a communicator, which only `init` takes.
+        InvalidArgumentError: a rank does not exist, the set was already added, or a duplicate is refused.
+        NotImplementedError: the set was made of a communicator, which only `init` accepts.
         MismatchError: the ranks' sets differ.
 
     Example:
@@ -379,11 +380,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Shut down a process set; every rank calls it. Operations in flight on it fail.
 
     Returns:
-        Whether it was known; the set of all ranks cannot be removed.
+        True if the set was removed; False if it was not known, or is the set of all ranks.
 
     Raises:
-        InvalidTypeError: it is no `ProcessSet`.
-        MismatchError: the ranks' sets differ; all of them stay.
+        InvalidTypeError: the argument is not a `ProcessSet`.
+        MismatchError: the ranks passed different sets; none is removed.
 
     Example:
         >>> hvd.remove_process_set(hvd.add_process_set([0]))
@@ -404,7 +405,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     """Begin to record the engine's work, as a trace that Perfetto and Chrome open; every rank calls it.
 
     Args:
-        file_path: rank 0's is the file of all ranks; ``collectives.launch.timeline_report`` draws a report from it.
+        file_path: the file for all ranks, as rank 0 passes it; ``collectives report`` turns it into a report.
         mark_cycles: whether to mark every negotiation round.
 
     Example:
@@ -448,8 +449,7 @@ def _leave() -> None:
         default.world.leave()
     elif default.interrupted:
         print(
-            "collectives: init() was interrupted, and this rank ends without having joined the others: ending the job "
-            "[W64]",
+            "collectives: init() was interrupted before this rank joined the others; ending the job [W64]",
             file=sys.stderr,
         )
         connect.abort(1)

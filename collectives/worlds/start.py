@@ -27,8 +27,8 @@ def run(
 ) -> list[Returned]:
     """Call ``function(*args, **kwargs)`` on every rank of a new job, of which this process is not a rank.
 
-    The function calls `init` itself. It may be a lambda, or defined in the program or the notebook, since cloudpickle
-    transfers it. The ranks' output is shown as by ``collectivesrun``. Other hosts must share the folder for temporary
+    The function calls `init` itself. Cloudpickle transfers it, so it may be a lambda, or be defined in the program or
+    the notebook. The ranks' output is shown as by ``collectivesrun``. Other hosts must share the folder for temporary
     files (``TMPDIR``).
 
     Args:
@@ -36,15 +36,15 @@ def run(
         args, kwargs: its arguments, the same on every rank.
         np: the number of ranks; 1 by default.
         num_proc: Horovod's name for ``np``.
-        min_np, max_np: make the job elastic: the fewest ranks that it goes on with, ``np`` by default, and the most.
-        host_discovery_script: makes the job elastic: a command that prints the hosts that there are now.
-        options: further options of ``collectivesrun``, such as ``["--hosts", "host1:4,host2:4"]``.
+        min_np, max_np: make the job elastic: its smallest number of ranks, ``np`` by default, and its largest.
+        host_discovery_script: makes the job elastic: a command that prints the current hosts.
+        options: more options of ``collectivesrun``, such as ``["--hosts", "host1:4,host2:4"]``.
         executable: the ranks' Python interpreter; this one by default.
         timeout: seconds after which the job is ended; None: no limit.
 
     Returns:
-        The function's results, by rank. Of an elastic job by rank in its last generation, with None for one that was
-        lost after others had finished; behind those, the results of members that finished before it.
+        The function's results, by rank. Of an elastic job: by rank in its last generation, with None for a rank that
+        was lost after others had finished; then the results of members that finished before that generation.
 
     Raises:
         InvalidArgumentError: ``np`` and ``num_proc`` differ, an option cannot be understood, or the function cannot be
@@ -58,7 +58,7 @@ def run(
     """
     if np is not None and num_proc is not None and np != num_proc:
         raise InvalidArgumentError(
-            f"run: np={np} and num_proc={num_proc} are two names of the number of ranks; give one [L80]"
+            f"run: np={np} and num_proc={num_proc} both set the number of ranks; pass only one of them [L80]"
         )
     elastic = {"min_np": min_np, "max_np": max_np, "host_discovery_script": host_discovery_script}
     elastic = {name: value for name, value in elastic.items() if value is not None}

@@ -211,7 +211,7 @@ class World(_Parts):
             chosen = tuple(sorted(int(rank.__index__()) for rank in ranks))
             if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen):
                 raise InvalidArgumentError(
-                    f"ranks: expected different ranks from 0 to {self.size - 1}, got {list(ranks)} [W54]"
+                    f"ranks: expected distinct ranks from 0 to {self.size - 1}, got {list(ranks)} [W54]"
                 )
         except AttributeError:
             raise self.refused(
@@ -344,7 +344,7 @@ class World(_Parts):
         if problem:
             if recorder is not None:
                 recorder.close()
-            raise InvalidArgumentError(f"the timeline cannot be begun: {problem} [W61]")
+            raise InvalidArgumentError(f"cannot start the timeline: {problem} [W61]")
         self._recorder = recorder
         for world in (self, *self._children):
             world._context.timeline = recorder

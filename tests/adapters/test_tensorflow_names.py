@@ -160,5 +160,5 @@ def test_what_horovods_keras_interfaces_are_made_of(hvd: Any, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["tensorflow.data"])
 def test_what_is_not_here_says_so(name: str, hvd: Any) -> None:
     importlib.import_module("collectives.horovod")
-    with pytest.raises(ModuleNotFoundError, match=rf"horovod\.{name} is not in collectives, .* there (are|is) no"):
+    with pytest.raises(ModuleNotFoundError, match=rf"horovod\.{name} is not part of collectives, .* there (are|is) no"):
         importlib.import_module(f"horovod.{name}")

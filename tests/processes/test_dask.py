@@ -91,7 +91,9 @@ def test_a_rank_that_raises_before_init_ends_the_others_wait_in_it(client: Any) 
 
 
 def test_what_cannot_be_ranks_is_refused(client: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="np=6: there are 3 workers, and one process is one rank"):
+    with pytest.raises(
+        InvalidArgumentError, match="np=6, but there are 3 workers, and each worker process is one rank"
+    ):
         collectives.dask.run(client, meet, np=6)
     with pytest.raises(InvalidArgumentError, match="there is no 'tcp://nowhere:1'"):
         collectives.dask.run(client, meet, workers=["tcp://nowhere:1"])

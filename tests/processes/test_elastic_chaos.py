@@ -38,7 +38,7 @@ def test_the_owner_of_a_job_without_launcher_dies() -> None:
     outcome = run(Plan(0, 0, largest=4, tcp=False, deaths=deaths, by_hand=True))
     assert not judge.problems(outcome), outcome.output
     assert outcome.code == 0 and outcome.strikes[0].victim == 0
-    assert "serves the store from now on" in outcome.output
+    assert "now serves the store" in outcome.output
 
 
 @pytest.mark.parametrize("retry", [False, True])

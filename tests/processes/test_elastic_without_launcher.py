@@ -128,7 +128,7 @@ def test_members_and_the_owner_die_and_a_newcomer_joins(tmp_path: Path) -> None:
         ranks = job.first(3)
         ranks[0].signal(signal.SIGKILL)
         job.form(2, (1, 2), ranks[1:])
-        assert "member 1 serves the store from now on" in ranks[1].printed
+        assert "member 1 now serves the store" in ranks[1].printed
         newcomer = job.start()
         number = newcomer.prints(r"generation 3 of 1 2 (\d+) here \1").group(1)
         job.form(3, (1, 2, number), ranks[1:])
@@ -205,7 +205,7 @@ def test_who_was_declared_dead_and_wakes_is_told(tmp_path: Path) -> None:
         ranks[1].signal(signal.SIGSTOP)
         job.form(2, (0, 2), [ranks[0], ranks[2]])
         ranks[1].signal(signal.SIGCONT)
-        assert "the others have gone on without member 1, since it" in ranks[1].ends(1)
+        assert "the job continues without member 1, because it" in ranks[1].ends(1)
         job.finish([ranks[0], ranks[2]])
 
 
@@ -222,7 +222,7 @@ def test_first_ranks_that_disagree_about_their_number_are_refused(tmp_path: Path
     with processes(tmp_path) as job:
         job.start(COLLECTIVES_RANK=0, COLLECTIVES_SIZE=3)
         other = job.start(COLLECTIVES_RANK=1, COLLECTIVES_SIZE=2)
-        assert "COLLECTIVES_SIZE must be the same on all first ranks" in other.ends(1)
+        assert "set COLLECTIVES_SIZE to the same number on all first ranks" in other.ends(1)
 
 
 TORCHRUN_PROGRAM = """

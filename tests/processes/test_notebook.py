@@ -98,14 +98,14 @@ def test_a_rank_that_raises_ends_the_cell_and_no_more(ranks: Kernel) -> None:
     shown = ranks.run(
         "%%collectives\nif collectives.rank() == 1:\n    raise ValueError('as asked')\ncollectives.barrier()"
     )
-    assert shown.error == "RankFailedError: %%collectives: rank 1 (and ranks 0): ValueError: as asked [L11]"
+    assert shown.error == "RankFailedError: %%collectives: rank 1 (and rank 0): ValueError: as asked [L11]"
     assert "ValueError: as asked" in shown.lines
     assert any(line.endswith("line 2, in <module>") for line in shown.lines)
     assert ranks.run("%%collectives\nfloat(collectives.allreduce(x, average=False)[0])").lines == [
         "[0] 3.0",
         "[1] 3.0",
     ]
-    assert ranks.run("%%collectives\nx = = 1").error.startswith("RankFailedError: %%collectives: rank 0 (and ranks 1)")
+    assert ranks.run("%%collectives\nx = = 1").error.startswith("RankFailedError: %%collectives: rank 0 (and rank 1)")
 
 
 def test_an_interrupt_reaches_all_ranks(ranks: Kernel) -> None:
@@ -152,7 +152,7 @@ def test_a_dead_rank_is_said_and_the_next_cell_starts_others(kernel: Kernel) -> 
     assert any("rank 2 on" in line and "SIGKILL" in line for line in shown.lines)
     assert kernel.run("%%collectives\n'x' in globals()").lines == ["[0] False", "[1] False", "[2] False"]
     assert not kernel.run("%collectives stop").error
-    assert kernel.run("%collectives").lines == ["no ranks run; %%collectives -np 4 starts some"]
+    assert kernel.run("%collectives").lines == ["no ranks are running; start some with %%collectives -np 4"]
 
 
 def test_wrong_options_are_said(kernel: Kernel) -> None:

@@ -181,13 +181,13 @@ def test_a_worker_that_is_killed_ends_the_call_and_is_replaced_by_start() -> Non
 def test_what_has_no_place_is_said() -> None:
     for shape in ({"num_workers": 9}, {"num_hosts": 3, "num_workers_per_host": 1}):
         executor = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=2), **shape)
-        with pytest.raises(CollectiveTimeoutError, match=r"Ray had no place for \d times {'CPU': 1} .* within 2 s"):
+        with pytest.raises(CollectiveTimeoutError, match=r"Ray found no room for \d times {'CPU': 1} .* within 2 s"):
             executor.start()
         executor.shutdown()
 
 
 def test_mistakes_are_said(executor: RayExecutor) -> None:
-    with pytest.raises(InvalidArgumentError, match="expected num_workers, or num_hosts"):
+    with pytest.raises(InvalidArgumentError, match="expected either num_workers, or num_hosts"):
         RayExecutor(SETTINGS)
     with pytest.raises(InvalidArgumentError, match="expected also use_gpu=True"):
         RayExecutor(SETTINGS, num_workers=2, gpus_per_worker=1)

@@ -93,7 +93,7 @@ def test_rank_0_gives_its_state_to_all_that_are_fresh() -> None:
 
 def test_where_nobody_is_left_who_had_the_state_it_is_not_begun_anew() -> None:
     newcomers = [Record(False, 0, came_late=True)] * 2
-    with pytest.raises(OperationError, match="all ranks that had the state have ended"):
+    with pytest.raises(OperationError, match="all ranks that had the state ended"):
         synchronized(newcomers)
     for _, version, _, roots in synchronized([Record(False, 0), *newcomers]):
         assert (version, roots) == (1, [0])
@@ -173,7 +173,7 @@ def test_a_mismatch_names_what_differs_and_changes_nothing(synced: bool, kind: t
     for text in texts:
         assert f"attribute 'weights' is not the same on every rank: float32 of shape ({COUNT},) on ranks 0, 2" in text
         assert f"float32 of shape ({COUNT + 1},) on rank 1" in text
-    assert ("newcomers, ranks [1], have another state" in texts[0]) is synced
+    assert ("the state of the new ranks [1] does not match" in texts[0]) is synced
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ _GO_ON = 2.0
 _SETTINGS = {"timeout": 20.0, "peer_timeout": 2.0, "local_size": 1, "network": "tcp"}
 _REASON = re.compile(
     "[^\n]*(signature of data from rank|its signature is wrong|the data was altered on the way|"
-    "not what that rank has signed|was not signed with this job's key)[^\n]*"
+    "the signature of an object|was not signed with this job's key)[^\n]*"
 )
 
 

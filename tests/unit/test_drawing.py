@@ -51,9 +51,9 @@ def test_the_ring_of_three_ranks_is_told_round_by_round() -> None:
 @pytest.mark.parametrize(
     ("collective", "algorithm", "size", "text"),
     [
-        ("allreduce", "rings", 4, "allreduce has ring, direct"),
-        ("barrier", "ring", 4, "barrier has no schedule"),
-        ("allreduce", "native", 4, "allreduce has ring, direct"),
+        ("allreduce", "rings", 4, "an algorithm of allreduce: ring, direct"),
+        ("barrier", "ring", 4, "an algorithm of barrier: none has a schedule"),
+        ("allreduce", "native", 4, "an algorithm of allreduce: ring, direct"),
         ("allreduce", "ring", 17, "1 to 16 ranks"),
     ],
 )

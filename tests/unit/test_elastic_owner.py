@@ -122,7 +122,7 @@ def test_newcomers_wait_for_the_first_generation(make: Callable[..., Members]) -
     members = make(lambda owner: owner.begin(2))
     members.knock("new", None, None)
     members.knock("wrong", 1, 3)
-    assert "rank 1 on host of wrong says that the job begins with 3" in members.welcomed("wrong")["refused"]
+    assert "the job begins with 3 ranks according to rank 1 on host of wrong" in members.welcomed("wrong")["refused"]
     for rank in (1, 0):
         assert not members.is_welcomed("new")
         members.knock(f"rank{rank}", rank, 2)
@@ -143,7 +143,7 @@ def test_who_has_closed_its_connection_is_left_out_and_told_when_it_comes_again(
         members.say(rank, "ended", 1)
     assert members.answer(0)["members"] == [0, 1]
     members.say(2, "ended", 1)
-    assert "gone on without member 2, since it has closed its connection" in members.answer(2)["give_up"]
+    assert "continues without member 2, because it closed its connection" in members.answer(2)["give_up"]
 
 
 def test_silence_is_a_death(make: Callable[..., Members]) -> None:
@@ -151,7 +151,7 @@ def test_silence_is_a_death(make: Callable[..., Members]) -> None:
     members.say(0, "ended", 1)
     assert members.answer(0)["members"] == [0]
     members.say(1, "ended", 1)
-    assert "silent for 0.2 s" in members.answer(1)["give_up"] or "in time" in members.answer(1)["give_up"]
+    assert "no sign of life for 0.2 s" in members.answer(1)["give_up"] or "in time" in members.answer(1)["give_up"]
 
 
 def test_a_successor_goes_on_from_the_roll(make: Callable[..., Members]) -> None:

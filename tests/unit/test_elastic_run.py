@@ -250,9 +250,9 @@ def test_no_step_is_begun_of_a_function_that_begins_anew() -> None:
     reductions: list[Any] = []
     with retry.retrying(True) as steps:
         steps.renewed = True
-        with pytest.raises(RecoverableError, match="rank 0: loss: not carried out: ranks have died"):
+        with pytest.raises(RecoverableError, match="rank 0: loss was not executed: ranks have died"):
             steps.reduce("loss", reductions.append)
-    with pytest.raises(RecoverableError, match=r"rank 0: loss: .* has been left: read its result before"):
+    with pytest.raises(RecoverableError, match=r"rank 0: loss: .* has ended; read its result before"):
         steps.reduce("loss", reductions.append)
     assert not reductions
     collectives.shutdown()
@@ -556,6 +556,6 @@ def test_one_array_in_the_place_of_two_becomes_two_again(job: Played) -> None:
 
 def test_what_cannot_be_saved_is_refused(job: Played) -> None:
     with pytest.raises(
-        InvalidTypeError, match=r"the attribute rows \(generator\) cannot be saved: cannot pickle 'generator'"
+        InvalidTypeError, match=r"cannot save the attribute rows \(generator\): cannot pickle 'generator'"
     ):
         ObjectState(epoch=0, rows=(each for each in ()))

@@ -238,7 +238,7 @@ _NEEDS_A_FRAMEWORK = ("horovod.torch.", "horovod.tensorflow.", "horovod.keras.",
     ],
 )
 def test_what_is_not_here_says_so(name: str) -> None:
-    message = r"horovod\.\S+ is not in collectives, which takes Horovod's place here: there (is|are) no"
+    message = r"horovod\.\S+ is not part of collectives, which is installed in Horovod's place: there (is|are) no"
     with pytest.raises(ModuleNotFoundError, match=message) as raised:
         importlib.import_module(name)
     assert raised.value.name in (name, name.rpartition(".")[0])

@@ -31,7 +31,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "np", "message"),
     [
         (["--bogus"], 2, "unknown option '--bogus'"),
-        (["-H", "h1:1"], 2, "-np 2: the hosts have slots for only 1 of these (h1:1)"),
+        (["-H", "h1:1"], 2, "-np 2: the hosts have slots for only 1 of these"),
         (["--cycle-time-ms=x"], 2, "--cycle-time-ms"),
         ([], 0, "expected a number of ranks"),
     ],

@@ -500,7 +500,7 @@ def test_a_report_that_cannot_be_made_leaves_the_exit_code(
     monkeypatch.setitem(sys.modules, "collectives.launch.timeline_report", reports)  # type: ignore[arg-type]
     traced.append("broken")
     assert cli.main(["-np", "2", "--timeline", str(tmp_path / "run.html"), sys.executable]) == 3
-    assert "no report in" in (shown := capsys.readouterr().err) and "no such phase" in shown
+    assert "did not write the report" in (shown := capsys.readouterr().err) and "no such phase" in shown
 
 
 def test_a_timeline_of_another_name_is_the_trace_itself(

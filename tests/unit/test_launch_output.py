@@ -149,7 +149,11 @@ def test_a_consequence_whose_own_record_never_came_is_left_out_too(record: str, 
     if record == "x":
         job.fail(0, "x", at=1.0)
     err = job.end()[1]
-    assert "so failed rank 0 (" in err and err.count("Traceback") == 1 and err.endswith("ValueError: no good\n")
+    assert (
+        "rank 0 failed as a consequence of the failure below (" in err
+        and err.count("Traceback") == 1
+        and err.endswith("ValueError: no good\n")
+    )
 
 
 def test_a_second_cause_is_shown_too(job: Job) -> None:

@@ -74,7 +74,7 @@ def test_a_second_rank_in_another_thread_is_refused_at_once() -> None:
         try:
             first = pool.submit(collectives.init, store=store, rank=0, size=2)
             assert store.waits.wait(60)
-            with pytest.raises(collectives.InvalidArgumentError, match="this process is rank 0 of 2 already") as caught:
+            with pytest.raises(collectives.InvalidArgumentError, match="this process is already rank 0 of 2") as caught:
                 collectives.init(store=store, rank=1, size=2)
             assert "rank=1, size=2" in str(caught.value) and "collectives.local_world" in str(caught.value)
         finally:
@@ -84,7 +84,7 @@ def test_a_second_rank_in_another_thread_is_refused_at_once() -> None:
     collectives.init(store=store, rank=0, size=1)  # what has failed binds nobody
     try:
         collectives.init(store=store, rank=0, size=1)
-        with pytest.raises(collectives.InvalidArgumentError, match="this process is rank 0 of 1 already"):
+        with pytest.raises(collectives.InvalidArgumentError, match="this process is already rank 0 of 1"):
             collectives.init(store=store, rank=1, size=2)
     finally:
         collectives.shutdown()

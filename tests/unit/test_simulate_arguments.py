@@ -105,13 +105,19 @@ def test_what_a_collective_is_not_simulated_with(
     ("source", "message"),
     [
         *(
-            (f"--model={model}", f"--model '{model}': expected package.module:name of a model, or of what makes one: ")
+            (
+                f"--model={model}",
+                f"--model '{model}': expected package.module:name of a model, or of a function that makes one: ",
+            )
             for model in ("", ":x", ".x:y", "nowhere:x", "json", "json:nothing", "json:loads", "math:pi")
         ),
-        ("--model=json:JSONDecoder", "--model 'json:JSONDecoder': a JSONDecoder without trainable parameters"),
-        ("--timeline=", "the timeline '' cannot be read: Is a directory"),
-        ("--timeline=moon", "the timeline 'moon' cannot be read: No such file"),
-        (f"--timeline={__file__}", "holds no all-reduce with its bytes"),
+        (
+            "--model=json:JSONDecoder",
+            "--model 'json:JSONDecoder': expected trainable parameters, got a JSONDecoder without any",
+        ),
+        ("--timeline=", "cannot read the timeline '': Is a directory"),
+        ("--timeline=moon", "cannot read the timeline 'moon': No such file"),
+        (f"--timeline={__file__}", "has no all-reduce with a number of bytes"),
     ],
 )
 def test_what_has_no_gradients(source: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +126,11 @@ def test_what_has_no_gradients(source: str, message: str, capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     ("algorithm", "message"),
-    [("", f"algorithm='': {ALGORITHM}"), ("auto", "allreduce has ring"), ("native", "allreduce has ring")],
+    [
+        ("", f"algorithm='': {ALGORITHM}"),
+        ("auto", "an algorithm of allreduce: ring"),
+        ("native", "an algorithm of allreduce: ring"),
+    ],
 )
 def test_what_has_no_traces(algorithm: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in error(["chakra", algorithm, "--bytes=8", f"--to={tmp_path}"], capsys)

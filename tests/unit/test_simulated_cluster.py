@@ -82,13 +82,13 @@ def test_segments_of_rounds_cost_what_the_clock_says() -> None:
 
 
 def test_what_is_not_described_is_refused_or_played() -> None:
-    with pytest.raises(InvalidArgumentError, match="'direct': the rounds of this broadcast are not described"):
+    with pytest.raises(InvalidArgumentError, match="'direct': this broadcast can only be simulated exactly"):
         estimate("broadcast", "direct", 8, Network(0.0, 1.0, host_lists(4, 1)))
     cluster = replace(topology.CLUSTERS["ethernet-10g"], ranks=4)
     played = exact("broadcast", "direct", 1 << 20, cluster.network()).total + cluster.overhead
     # One host would be chosen for; across hosts the caller asks for it.
     assert Predictor(cluster).predict("broadcast", 1 << 20, "direct").seconds == pytest.approx(played, rel=0.01)
-    with pytest.raises(InvalidArgumentError, match="not described"):
+    with pytest.raises(InvalidArgumentError, match="can only be simulated exactly"):
         Predictor(replace(cluster, ranks=2048)).predict("broadcast", 1 << 20, "direct")
 
 
@@ -299,7 +299,7 @@ def test_gradients_of_a_timeline(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(json.dumps(events))
     assert gradients.of_timeline(tmp_path / "trace.json") == (4096, 512)
     (tmp_path / "trace.json").write_text("[]")
-    with pytest.raises(InvalidArgumentError, match="holds no all-reduce"):
+    with pytest.raises(InvalidArgumentError, match="has no all-reduce"):
         gradients.of_timeline(tmp_path / "trace.json")
 
 
@@ -337,7 +337,7 @@ def test_the_command_names_the_fullest_link(capsys: pytest.CaptureFixture[str]) 
 def test_the_command_says_what_waits_for_a_lost_link(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["collective", "-np", "8", "--bytes", "16M", "--algorithm", "ring", "--lose", "host 1 out@0.001"]) == 0
     shown = capsys.readouterr().out
-    assert "ranks 0, 1, 2" in shown and "an elastic job goes on with 7 ranks: ring" in shown
+    assert "ranks 0, 1, 2" in shown and "an elastic job continues with 7 ranks: ring" in shown
 
 
 def test_a_reader_that_has_gone_is_no_error_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

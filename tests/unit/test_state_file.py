@@ -73,7 +73,7 @@ def test_another_file_is_refused_by_its_name(content: bytes | None, tmp_path: Pa
     file, owner = StateFile(path, 1), Owner(2)
     file.write(shadow_of(Owner(5)), 9)
     path.write_bytes(path.read_bytes()[:-1] if content is None else content)
-    with pytest.raises(InvalidArgumentError, match=f"save_to: {path} is no file of this state .*remove it"):
+    with pytest.raises(InvalidArgumentError, match=f"save_to: {path} does not hold this state .*remove it"):
         file.load(shadow_of(owner))
     assert owner.epoch == 2 and set(owner.weights) == {2}
 

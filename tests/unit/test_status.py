@@ -71,7 +71,7 @@ def test_who_waits_for_nobody_is_named_before_those_that_wait_for_it() -> None:
 
 def test_a_rank_that_is_stopped_shows_by_its_silence_and_is_not_believed() -> None:
     (sentence,) = late([waits(0, 1), {**waits(1, 0), "age": 5.0}])
-    assert "it has said nothing for 5.0 s" in sentence and "before, it waited for rank 0" in sentence
+    assert "it has reported nothing for 5.0 s" in sentence and "before that, it waited for rank 0" in sentence
 
 
 def test_who_has_not_called_init_is_late_there() -> None:
@@ -162,7 +162,7 @@ def test_ranks_that_another_launcher_has_started_are_found_by_their_files(
     assert tool.main([str(os.getpid())]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^ +2 +\S+ +9 +120 +[1-9][\d.]+ +is at ", shown, re.MULTILINE), shown
-    assert "rank 3 is late: rank 2 waits 60" in shown and "it is elsewhere: ask on its host" in shown
+    assert "rank 3 is late: rank 2 waits 60" in shown and "it is on another host: ask there" in shown
     assert list(status_server.jobs()) == [os.getpid()]
     assert [path.name for path in folder.iterdir()] == [f"rank-{os.getpid()}"]
     left.set()
@@ -279,7 +279,7 @@ def test_jobs_are_found_and_killed_ones_forgotten(
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(folder / "1"))
     assert list(status_server.jobs()) == [os.getpid()] and not (folder / "1").exists()
-    assert tool.main(["1"]) == 1 and "no answer from a job 1" in capsys.readouterr().err
+    assert tool.main(["1"]) == 1 and "no job 1 of this user on this host answered" in capsys.readouterr().err
 
 
 def test_nothing_is_served_in_a_folder_that_others_can_change(folder: Path) -> None:
@@ -333,7 +333,7 @@ def test_the_server_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[s
     while set(threading.enumerate()) - before and time.monotonic() < end:
         time.sleep(0.01)  # threads of requests
     assert not set(threading.enumerate()) - before and not list(folder.iterdir())
-    assert tool.main([]) == 1 and "no job runs here" in capsys.readouterr().err
+    assert tool.main([]) == 1 and "no job is running here" in capsys.readouterr().err
     with contextlib.suppress(FileNotFoundError):
         folder.rmdir()
 

@@ -273,7 +273,7 @@ def test_mistakes_are_named(tmp_path: Path, trace: Path, capsys: pytest.CaptureF
     assert timeline_report.main([str(tmp_path / "none.json")]) == 2
     assert "': No such file" in capsys.readouterr().err
     (tmp_path / "empty.json").write_text("[\n")
-    with pytest.raises(InvalidArgumentError, match="holds no events"):
+    with pytest.raises(InvalidArgumentError, match="has no events"):
         timeline_report.write(tmp_path / "empty.json", tmp_path / "r.html")
     with pytest.raises(InvalidArgumentError, match=r"cannot write the report .*: No such file"):
         timeline_report.write(trace, tmp_path / "nowhere" / "r.html")

@@ -65,7 +65,7 @@ def test_a_reader_that_has_left_is_no_error() -> None:
         (["bench", "-np", "2"], "got ''"),
         (["bench", "allreduce", "-np"], "-np: expected a value"),
         (["bench", "--np-min", "2", "allreduce"], "unknown option '--np-min'"),
-        (["report", "none.json"], "cannot be read: No such file"),
+        (["report", "none.json"], "cannot read the trace 'none.json': No such file"),
         (["plan", "-np", "2", "--size", "large"], "--size: .*large"),
         (["status-of-all"], "unknown command 'status-of-all'; expected run, bench"),
     ],
@@ -112,7 +112,7 @@ def test_another_number_of_ranks_than_the_launchers_is_an_error(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     message = collectives("bench", "allreduce", "-np", "4", cwd=tmp_path, expect=2).stderr
-    assert "expected -np 1, got -np 4: RANK says that a launcher" in message
+    assert "expected -np 1, got -np 4: a launcher has already started the ranks (RANK is set)" in message
 
 
 def test_the_plan_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,7 +216,7 @@ def parser(program: str, collective: Collective, peers: Peers = NO_PEERS) -> Par
         type=size,
         default="1M",
         metavar="SIZE",
-        help="next size = size + SIZE, if there is no factor",
+        help="next size = size + SIZE, if FACTOR is not above 1",
     )
     flags.add_count("-n", "--iters", default=20, help="timed calls per row")
     flags.add_count("-w", "--warmup_iters", default=5, help="untimed calls before them", least=0)
@@ -242,7 +242,7 @@ def parser(program: str, collective: Collective, peers: Peers = NO_PEERS) -> Par
         type=size,
         default="0",
         metavar="SIZE",
-        help="bytes that each rank writes before each call: cold caches",
+        help="bytes that each rank writes before each call, to empty the caches",
     )
     add_contestants(flags, peers)
     flags.add_json()
@@ -252,13 +252,13 @@ def parser(program: str, collective: Collective, peers: Peers = NO_PEERS) -> Par
 
 def add_device(flags: Parser, peers: Peers) -> None:
     """``--device``, ``--memory``, and ``--peers`` out of those that a device has."""
-    flags.add_argument("--device", choices=DEVICES, default="cpu", help="where the buffers lie")
+    flags.add_argument("--device", choices=DEVICES, default="cpu", help="where the buffers are")
     flags.add_names(
         "--memory",
         "memory",
         MEMORIES,
         default="private",
-        help="kinds of the host's memory that our tensors lie in: private, mapped (collectives.empty), or both",
+        help="kind of host memory for our tensors: private, mapped (collectives.empty), or both",
     )
     flags.add_argument("--persistent", action="store_true", help="also time our persistent operations")
     flags.set_defaults(peers=(), peers_of=peers)

@@ -19,13 +19,12 @@ _USAGE = f"""\
 usage: collectives bench [-np N] [-H HOST:N,...] [options of collectivesrun] COLLECTIVE [flags]
        collectives bench plot RESULTS.json PICTURE.png
 
-Time and check a collective over sizes, on 2 ranks unless told otherwise. Where a launcher has started this program
-(collectivesrun, mpirun, srun, torchrun), it is one of the launcher's ranks: -H has no effect, and -np is an error if
-there are more or fewer.
+Time and check a collective over a range of sizes, on 2 ranks by default. If a launcher (collectivesrun, mpirun, srun,
+torchrun) has started this program, it measures on the launcher's ranks: -H has no effect, and -np must be their number.
 
 COLLECTIVE: {", ".join(COLLECTIVES)}
 collectives bench COLLECTIVE --help shows the flags
--np and -H may also stand among the flags
+-np and -H may also come after COLLECTIVE
 """
 
 

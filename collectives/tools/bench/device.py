@@ -62,7 +62,7 @@ class Mapped(Host):
         if array.nbytes and not collectives.is_mapped(array):
             raise MemoryError(
                 f"--memory mapped: the engine gave private memory for {array.nbytes} bytes, and its log says why; "
-                "choose a smaller -e, or --memory private [U3]"
+                "pass a smaller -e, or --memory private [U3]"
             )
         array.fill(0)
         return array

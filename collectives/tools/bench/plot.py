@@ -183,6 +183,6 @@ def redraw(
     try:
         written = draw(json.loads(options.results.read_text()), options.picture)
     except (OSError, ValueError, KeyError) as error:
-        print(f"{program}: error: {options.results}: {type(error).__name__}: {error} [U4]", file=sys.stderr)
+        print(f"{program}: error: cannot draw {options.results}: {type(error).__name__}: {error} [U4]", file=sys.stderr)
         sys.exit(2)
     print(*written)

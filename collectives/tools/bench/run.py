@@ -48,8 +48,8 @@ def main(
             if ranks.rank == 0:
                 variable = launchers_variable(os.environ)
                 print(
-                    f"{program}: error: expected -np {ranks.size}, got -np {size}: {variable} says that a launcher has "
-                    f"started the ranks; without it -np starts them [U5]",
+                    f"{program}: error: expected -np {ranks.size}, got -np {size}: a launcher has already started the "
+                    f"ranks ({variable} is set); leave out -np [U5]",
                     file=sys.stderr,
                     flush=True,
                 )

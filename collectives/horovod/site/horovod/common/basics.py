@@ -45,5 +45,6 @@ class HorovodBasics:
             if members == ranks:
                 return number
         raise InvalidArgumentError(
-            f"process_set: there is none with the ranks {ranks} of the communicator; known are {ranks_by_number} [W44]"
+            f"process_set: no process set has the ranks {ranks} of the communicator; expected one of "
+            f"{ranks_by_number} [W44]"
         )

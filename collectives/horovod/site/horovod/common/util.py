@@ -138,7 +138,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
     if not isinstance(ver, str) or not isinstance(target, str) or target.count(".") != 2:
         raise ValueError(
-            f"expected a version and one of the form major.minor.patch, both as strings; got {ver!r} and {target!r} "
+            f"expected two versions as strings, the second of the form major.minor.patch; got {ver!r} and {target!r} "
             "[F113]"
         )
     return Version(ver) >= Version(target)

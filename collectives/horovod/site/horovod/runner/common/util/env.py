@@ -18,7 +18,7 @@ def get_env_rank_and_size() -> tuple[int, int]:
             return int(rank), int(size)
         if rank is not None or size is not None:
             raise RuntimeError(
-                f"rank and size: expected both {names[0]} and {names[1]} in the environment, or neither; got one of "
-                f"them [F114]"
+                f"rank and size: expected both {names[0]} and {names[1]} in the environment, or neither; only one is "
+                "set [F114]"
             )
     return 0, 1

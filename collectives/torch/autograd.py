@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C import _are_functorch_transforms_active as _transforms_active
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode
 
 from collectives.base.errors import UnsupportedError
 from collectives.base.reduce_op import Op
@@ -252,6 +251,12 @@ def _has_gradient(tensor: Any) -> bool:
 # ---- torch.func's transforms, and forward mode
 
 
+# torch 2.4 cannot trace the call; every graph is checked for the transforms that it was made in.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _transforms_active() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
 def _in_transform() -> bool:
     return _transforms_active() or forward_ad._current_level >= 0
 
@@ -320,7 +325,7 @@ _apply: Any = _Transformable.apply
 def _run_in_transform(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
     if torch.compiler.is_compiling():
         refuse_transforms_in_graph()
-    if get_proxy_mode() is not None:  # a recorded result would be used again in place of a call
+    if get_innermost_proxy_mode() is not None:  # a recorded result would be used again in place of a call
         raise call.refused(
             "cannot be recorded by torch.func.linearize or make_fx; use torch.func.jvp or torch.compile [F79]"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -154,8 +153,7 @@ def describe(name: str, tensor: Any) -> str:
 
 def refuse_unreachable(what: str, tensor: Any) -> None:
     """Refuse a tensor that has no memory of its own on this rank."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
+    if hasattr(tensor, "full_tensor"):  # only a DTensor, whose module has another name in torch 2.4
         raise InvalidTypeError(
             f"{what}: expected a tensor of this rank, got a DTensor, which torch.distributed divides among the ranks "
             "and reduces itself; with FSDP or tensor parallelism use the torch optimizer unwrapped, or pass "

@@ -6,6 +6,7 @@ overlapping sets work at the same time.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -96,7 +97,7 @@ class ProcessSet:
         self.world()
         if self._ranks is None or isinstance(rank, bool) or not hasattr(rank, "__index__"):
             return rank
-        number = int(rank.__index__())
+        number = operator.index(rank)  # which torch 2.4 compiles, unlike __index__
         if number not in self._ranks:
             raise InvalidArgumentError(
                 f"{argument}: expected a rank of {self}, got {number}; pass a rank of the whole world [A20]"

@@ -22,6 +22,10 @@ def pattern(param: Any) -> Any:
     return (torch.arange(param.numel()) % 2 + 1).view(param.shape)
 
 
+def dtype_of_gradient(param: Any) -> Any:
+    return getattr(param, "grad_dtype", None) or param.dtype
+
+
 class Net(torch.nn.Module):
     """Two parameters of each size, used in a product."""
 
@@ -33,7 +37,7 @@ class Net(torch.nn.Module):
 
     def loss(self, factor: float) -> Any:
         """Its gradients are the factor and twice the factor, in turns."""
-        return sum((pattern(p).to(p.grad_dtype or p.dtype) * p * factor).sum() for p in self.parameters())
+        return sum((pattern(p).to(dtype_of_gradient(p)) * p * factor).sum() for p in self.parameters())
 
 
 def wrap(hvd: Any, model: Any, views: bool = False, **options: Any) -> Any:
@@ -54,7 +58,7 @@ def total(hvd: Any) -> float:
 def check(model: Any, times: float, factor: float = 1.0) -> None:
     """Every gradient is the sum of the ranks', without rounding, in its parameter's dtype."""
     for name, param in model.named_parameters():
-        dtype = param.grad_dtype or param.dtype
+        dtype = dtype_of_gradient(param)
         assert param.grad.dtype is dtype, name
         assert torch.equal(param.grad.double(), pattern(param) * torch.tensor(factor, dtype=dtype).double() * times), (
             name

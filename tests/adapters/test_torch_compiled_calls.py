@@ -84,7 +84,10 @@ def test_no_keyword_is_dropped(
     passed = {keyword: value for keyword, value in every_keyword.items() if keyword in KEYWORDS[name]}
     if not begins:
         for keyword in REFUSED:
-            with pytest.raises(Exception, match=f"{keyword}: expected None inside torch.compile"):
+            told = f"{keyword}: expected None inside torch.compile"
+            if torch.__version__.startswith("2.4."):  # whose compiler names only the type of an error
+                told = "InvalidArgumentError"
+            with pytest.raises(Exception, match=told):
                 whole(functools.partial(function, **{keyword: passed.pop(keyword)}))(*wants)
     call = functools.partial(function, **passed)
     result = (torch.compile(lambda *given: call(*given), backend="eager") if begins else whole(call))(*wants)

@@ -169,10 +169,14 @@ def test_refusals(hvd: Any) -> None:
 
 @pytest.mark.parametrize("op", ["Average", "Adasum"])
 def test_parameters_without_memory_of_their_own_are_refused(hvd: Any, op: str) -> None:
+    try:
+        from torch.distributed.tensor import distribute_tensor
+    except ImportError:  # torch 2.4
+        from torch.distributed._tensor import distribute_tensor
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        spread = torch.nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(2), mesh))
+        spread = torch.nn.Parameter(distribute_tensor(torch.ones(2), mesh))
     finally:
         torch.distributed.destroy_process_group()
     unreal = torch.nn.Parameter(torch.empty(2, device="meta"))

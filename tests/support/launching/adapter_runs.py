@@ -19,7 +19,8 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", **UNUSED_BY_TENSORFLOW}
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 KERAS_3 = ("keras", "keras3")
 ENVIRONMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]] = {
-    "torch": (("torch",), ("torch",), {}),
+    # Compilers in processes of their own, as torch 2.4 starts them, would outlive the ranks.
+    "torch": (("torch",), ("torch",), {"TORCHINDUCTOR_COMPILE_THREADS": "1"}),
     "torch.distributed": (("c10d",), ("torch",), {}),
     "tensorflow": (("tensorflow",), ("tensorflow",), QUIET),
     "jax": (("jax",), ("jax",), {"XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=2"}),

@@ -96,6 +96,12 @@ def committed(array: Any) -> bool:
     return bool(array._committed if not hasattr(array, "committed") else array.committed)
 
 
+def key_kind(key: Any) -> str:
+    """Return the implementation of a random key, by the name that `jax.random.wrap_key_data` takes."""
+    kind = jax.random.key_impl(key)  # before 0.4.36 no name
+    return kind if isinstance(kind, str) else str(key.dtype._impl.name)
+
+
 def forget_effects() -> None:
     """Drop the token of a failed ordered program, with whose error all later ones would fail.
 

@@ -28,7 +28,7 @@ import numpy as np
 from collectives.elastic import HostsUpdatedInterrupt, ObjectState, run
 from collectives.elastic.object_state import Attributes
 from collectives.elastic.shadow import Entry, Part
-from collectives.jax import eager, pytrees
+from collectives.jax import compat, eager, pytrees
 
 __all__ = ["HostsUpdatedInterrupt", "JaxState", "ObjectState", "run"]
 
@@ -49,7 +49,7 @@ class _Attributes(Attributes):
     def kind(self, value: Any) -> str | None:
         if not isinstance(value, jax.Array):
             return super().kind(value)
-        return f"jax {jax.random.key_impl(value)}" if _is_key(value) else "jax"
+        return f"jax {compat.key_kind(value)}" if _is_key(value) else "jax"
 
     def entry(self, tensor: Any) -> Entry:
         if not isinstance(tensor, jax.Array):

@@ -12,6 +12,7 @@ import pytest
 from collectives import elastic
 from collectives.base.errors import InvalidTypeError, MismatchError, RecoverableError
 from collectives.elastic import retry
+from collectives.jax.compat import committed
 from collectives.jax.eager import wait_for_effects
 
 
@@ -89,7 +90,7 @@ def test_arrays_stay_where_the_program_has_put_them(hvd: Any) -> None:
     last = jax.devices()[-1]
     state = hvd.elastic.JaxState(there=jax.device_put(jnp.ones(3) * hvd.rank(), last), here=jnp.ones(3))
     state.sync()
-    assert state.there.devices() == {last} and state.there.committed and not state.here.committed
+    assert state.there.devices() == {last} and committed(state.there) and not committed(state.here)
     assert (state.there + state.here).tolist() == [1, 1, 1]
 
 

@@ -79,7 +79,7 @@ def test_a_model_and_an_optimizer_of_a_newcomer(hvd: Any) -> None:
     state.sync()
     values = [np.asarray(each).tolist() for each in [*model.variables, *optimizer.variables]]
     assert all(each == values for each in hvd.allgather_object(values))
-    assert state.batch == 1 and int(optimizer.iterations) == 1
+    assert state.batch == 1 and optimizer.iterations.numpy() == 1
     step()
     state.restore()
     assert [np.asarray(each).tolist() for each in [*model.variables, *optimizer.variables]] == values

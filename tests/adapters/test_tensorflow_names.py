@@ -141,14 +141,14 @@ def test_what_horovods_keras_interfaces_are_made_of(hvd: Any, tmp_path: Path) ->
         )
 
     optimizer = wrap(keras.optimizers.SGD)(learning_rate=0.5)
-    assert isinstance(optimizer, keras.optimizers.SGD) and float(optimizer.learning_rate) == 0.5
+    assert isinstance(optimizer, keras.optimizers.SGD) and optimizer.learning_rate.numpy() == 0.5
     with pytest.raises(ValueError, match="DistributedOptimizer"):
         ours.DistributedOptimizer(optimizer)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(optimizer, "mse")
     model.save(tmp_path / "model.keras")
     again = parts.load_model(keras, wrap, tmp_path / "model.keras", [keras.optimizers.SGD], None)
-    assert isinstance(again.optimizer, keras.optimizers.SGD) and float(again.optimizer.learning_rate) == 0.5
+    assert isinstance(again.optimizer, keras.optimizers.SGD) and again.optimizer.learning_rate.numpy() == 0.5
     with pytest.raises(ValueError, match="DistributedOptimizer"):
         ours.DistributedOptimizer(again.optimizer)
     total = hvd.size() * (hvd.size() + 1) / 2

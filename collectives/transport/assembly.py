@@ -66,7 +66,7 @@ def make_group(
     numbers: Sequence[int],
     check: Callable[[], object] = lambda: None,
     begun: Callable[[], object] = lambda: None,
-    populate: bool = True,
+    part_of: Group | None = None,
 ) -> Group:
     """Make a group that owns its wiring, which is closed if that fails; called on all ranks.
 
@@ -74,8 +74,7 @@ def make_group(
         numbers: the ranks' numbers in messages.
         check: raises if a rank has failed before it reached the exchanges of this group.
         begun: called when the other ranks are told of an exception, and no sooner.
-        populate: take shared memory at once, which a group of some of a job's ranks does when it uses it: there may be
-            hundreds of these.
+        part_of: the group that has these ranks and others.
 
     Raises:
         MismatchError: the ranks have different settings.
@@ -103,10 +102,14 @@ def make_group(
         channel = wiring.channel
         if channel.size > 1 and config.transport not in ("mpi", "tcp"):
             memory = shared_memory.connect(
-                channel.rank, channel.size, local, channel.exchange, timeout=config.timeout, populate=populate
+                channel.rank,
+                channel.size,
+                local,
+                channel.exchange,
+                timeout=config.timeout,
+                part_of=None if part_of is None else part_of.memory,
             )
         words = wiring.words() if memory is None or len(hosts) > 1 else None
-        channel.exchange(None)  # a failure before this is announced on the channel; after it, on the board
         return _assemble(wiring, words, hosts, memory, config, tuple(numbers))
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
@@ -171,7 +174,7 @@ def _assemble(
             return (
                 None
                 if part is None
-                else make_group(part, config, [numbers[peer] for peer in chosen], watch, populate=False)
+                else make_group(part, config, [numbers[peer] for peer in chosen], watch, part_of=group)
             )
         except BaseException as error:
             control.fail(f"{type(error).__name__}: {error}")
@@ -188,13 +191,16 @@ def _assemble(
         return Routes(memory.endpoint(), wiring.endpoint(), local)
 
     key = None if words is None else wiring.key
-    return Group(
+    group = Group(
         rank, channel.size, hosts, control, memory, messages, split, numbers, close, config, open_endpoint, key
     )
+    return group
 
 
 def _compare_settings(rank: int, configs: Sequence[Config]) -> None:
     """Refuse settings that differ: they decide the planner's choices, and launchers may not pass the environment on."""
+    if all(config == configs[0] for config in configs):
+        return
     for name, attribute in Config.__dataclass_fields__.items():
         values = [getattr(config, name) for config in configs]
         if attribute.metadata["alike"] and len(set(values)) > 1:

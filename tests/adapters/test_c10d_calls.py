@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -526,6 +528,26 @@ def test_a_wait_has_a_bound_and_the_operation_goes_on() -> None:
         if rank() == 1:
             dist.recv(torch.zeros(1), 0, tag=9)
         dist.all_reduce(torch.ones(3))
+
+
+def test_groups_on_one_host_open_no_connections() -> None:
+    def sockets() -> int:
+        count = 0
+        for descriptor in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it is closed already
+                count += os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
+        return count
+
+    dist.barrier()
+    before = sockets()
+    groups = [dist.new_group() for _ in range(4)]
+    for group in groups:
+        tensor = of(rank())
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor, torch.stack(every()).sum(0))
+    assert sockets() <= before
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def test_a_group_takes_no_shared_memory_before_it_is_used() -> None:

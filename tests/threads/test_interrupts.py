@@ -45,7 +45,7 @@ def mirrored() -> World:
 
     def board() -> Board:
         page = memoryview(bytearray(board_bytes(2)))
-        return Board([page, page], 0, timeout=60, spins=10, processes=False)
+        return Board([page, page], 0, timeout=60, spins=10)
 
     window = np.zeros(WINDOW_BYTES, np.uint8)
     memory = ThreadMemory(board(), [window, window], True)

@@ -79,7 +79,7 @@ def _pickled(passing: Passing) -> bytes:
 def _failed(passing: Passing) -> bytes:
     """A notice that the sender has failed."""
     body = b"0\0invented"
-    return struct.pack("<HB", len(body), 2) + body + bytes(16) + passing.chunk
+    return struct.pack("<IB", len(body), 2) + body + bytes(16) + passing.chunk
 
 
 CHANGES: dict[str, Callable[[Passing], bytes]] = {

@@ -13,18 +13,24 @@ import pytest
 from collectives.base.errors import RankFailedError
 from collectives.transport.host.board import FAILED, Board, board_bytes
 
-_PID = 2
-
 
 def boards(here: int) -> list[Board]:
     """Of the first ranks of three: those of this host."""
     pages = [memoryview(bytearray(board_bytes(3))) for _ in range(here)]
-    return [Board([*pages, *[None] * (3 - here)], rank, timeout=20, spins=1) for rank in range(here)]
+    processes = [os.getpid()] * 3
+    return [
+        Board([*pages, *[None] * (3 - here)], rank, timeout=20, spins=1, processes=processes) for rank in range(here)
+    ]
+
+
+def run_in(rank: Board, process: int) -> None:
+    """Have all boards say that a rank is another process."""
+    rank._processes[rank.rank] = process  # type: ignore[index]  # a list, of all boards
 
 
 def die(rank: Board) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        rank._own_words[_PID] = process.pid
+        run_in(rank, process.pid)
 
 
 def died(zero: Board, one: Board) -> Callable[[], object]:
@@ -78,7 +84,7 @@ def test_a_rank_that_failed_because_of_another_is_not_named(said: str) -> None:
 def test_a_process_that_its_parent_does_not_wait_for_has_died() -> None:
     zero, one = boards(2)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        one._own_words[_PID] = process.pid
+        run_in(one, process.pid)
         zero.check()
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays in the table

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from collectives.base.errors import RankFailedError, TransportError
+from collectives.base.errors import CollectiveTimeoutError, RankFailedError, TransportError
 from collectives.transport import backoff
 from collectives.transport.mpi import mpi_heart
 from collectives.transport.mpi.mpi_heart import MpiHeart
+from collectives.transport.tcp import tcp_channel
 from collectives.transport.tcp.heart import Heart
 from collectives.transport.tcp.mesh import Mesh
 from collectives.transport.tcp.notices import Notice
+from collectives.transport.tcp.tcp_channel import TcpChannel
 
 LONG = 30.0
 """A timeout that no test outlasts."""
@@ -188,6 +190,58 @@ def test_telling_waits_for_no_peer_and_loses_nothing(ranks: Callable[..., list[H
     go_on.set()
     assert soon(lambda: mine.left == {1: 3000}) and mine.here == {1: 2999}
     assert soon(theirs.quiet)
+
+
+def channel_of(heart: Heart, size: int) -> TcpChannel:
+    """A rank's channel of a group without connections of its own."""
+    links: Any = SimpleNamespace(rank=heart.rank, size=size)
+    return TcpChannel(links, 20, range(size), heart.notices("all.1", range(size)))
+
+
+def test_values_of_any_length_are_exchanged_over_the_hearts_connections(ranks: Callable[..., list[Heart]]) -> None:
+    hearts = ranks(LONG, LONG, LONG)
+
+    def rank(heart: Heart) -> list[list[Any]]:
+        channel = channel_of(heart, 3)
+        return [channel.exchange((heart.rank, call, "é" * (500_000 * heart.rank // (call + 1)))) for call in range(10)]
+
+    expected = [[(peer, call, "é" * (500_000 * peer // (call + 1))) for peer in range(3)] for call in range(10)]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(rank, hearts)) == [expected] * 3
+
+
+def test_a_rank_that_leaves_ends_an_exchange_that_it_has_not_come_to(
+    ranks: Callable[..., list[Heart]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_channel, "CAUSE_SHOWS_WITHIN", 0.1)
+    zero, one, two = ranks(LONG, LONG, LONG)
+    mine, theirs = channel_of(zero, 3), channel_of(one, 3)
+    channel_of(two, 3).close()
+    for channel in (mine, theirs):
+        with pytest.raises(RankFailedError, match=r"rank 2 has failed .*left while this rank waited for it\) \[R10\]"):
+            channel.exchange(channel.rank)
+
+
+def test_an_exchange_ends_where_this_rank_has_closed_its_connections(
+    ranks: Callable[..., list[Heart]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the default group is ended, and another group goes on."""
+    monkeypatch.setattr(tcp_channel, "CAUSE_SHOWS_WITHIN", 0.1)
+    zero, _ = ranks(LONG, LONG)
+    mine = channel_of(zero, 2)
+    zero.close()
+    with pytest.raises(RankFailedError, match=r"^rank 0: rank 1 has failed .*R10"):
+        mine.exchange(0)
+
+
+def test_a_late_rank_is_named_by_those_that_exchange(ranks: Callable[..., list[Heart]]) -> None:
+    zero, _, two = ranks(LONG, LONG, LONG)
+    mine = channel_of(zero, 3)
+    channel_of(two, 3)._notices.offer("2")
+    assert soon(lambda: mine._notices.silent() == {0, 1})
+    mine.timeout = 0.1
+    with pytest.raises(CollectiveTimeoutError, match=r"for rank 1 to send its value in the group of ranks \[0, 1, 2\]"):
+        mine.exchange(0)
 
 
 def test_groups_that_are_over_are_forgotten(ranks: Callable[..., list[Heart]]) -> None:

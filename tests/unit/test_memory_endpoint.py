@@ -16,9 +16,7 @@ def endpoints() -> list[MemoryEndpoint]:
     pages = [memoryview(bytearray(board_bytes(RANKS))) for _ in range(RANKS)]
     posts = [memoryview(bytearray(post_bytes(RANKS))) for _ in range(RANKS)]
     return [
-        MemoryEndpoint(
-            Board(pages, rank, timeout=1, spins=1, processes=False), [Post(post, RANKS) for post in posts], None, None
-        )
+        MemoryEndpoint(Board(pages, rank, timeout=1, spins=1), [Post(post, RANKS) for post in posts], None, None)
         for rank in range(RANKS)
     ]
 

@@ -33,7 +33,7 @@ from collectives.transport import backoff
 
 ALIVE, LEFT, FAILED = 0, 1, 2
 
-_PROGRESS, _STATE, _PID, _TEXT_LENGTH, _TOKEN, _BROKEN, _GONE, _WORDS = 0, 1, 2, 3, 4, 6, 7, 8
+_PROGRESS, _STATE, _TEXT_LENGTH, _TOKEN, _BROKEN, _GONE, _WORDS = 0, 1, 3, 4, 6, 7, 8
 _TEXT_BYTES = 16 << 10
 PIECES = 256
 """Entries of a rank's table of pieces."""
@@ -73,7 +73,7 @@ class Board:
         pages: one writable buffer of `board_bytes` per rank of the group; None for ranks on other hosts.
         timeout: seconds that a wait may last while the peers are alive.
         spins: looks before the core is yielded; few where ranks outnumber cores.
-        processes: whether ranks are processes, whose death shows in the process table.
+        processes: each rank's process, whose death shows in the process table; empty where ranks are threads.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Board:
         timeout: float,
         spins: int,
         pause: Callable[[], object] = backoff.yield_core,
-        processes: bool = True,
+        processes: Sequence[int] = (),
     ) -> None:
         self.rank = rank
         self.size = len(pages)
@@ -105,7 +105,6 @@ class Board:
         self.relax = pause
         """Yields the core to other ranks and threads."""
         self._processes = processes
-        self._own_words[_PID] = os.getpid()
         self._slots = (_WORDS, _WORDS + max_words(self.size))
         self._pieces = _WORDS + 2 * max_words(self.size)
         self.call = 0
@@ -243,8 +242,7 @@ class Board:
         return tuple(self._words[peer][at : at + PIECE_WORDS])
 
     def process_of(self, peer: int) -> int:
-        process: int = self._words[peer][_PID]
-        return process
+        return self._processes[peer]
 
     def mark(self, state: int, text: str = "", broken: int = 0) -> None:
         """Announce this rank's state and the reason; ``broken`` is the call that it failed in. A rank that has failed
@@ -337,7 +335,7 @@ class Board:
         return RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed [R5]{detail}")
 
     def _died(self, peer: int) -> bool:
-        return self._processes and not _process_lives(self._words[peer][_PID])
+        return bool(self._processes) and not _process_lives(self._processes[peer])
 
     def _wait_long(self, peer: int, arrived: Callable[[], bool]) -> None:
         def check(deep: bool) -> None:
@@ -363,8 +361,6 @@ def _word_bytes(size: int) -> int:
 
 
 def _process_lives(pid: int) -> bool:
-    if pid == 0:
-        return True
     try:
         os.kill(pid, 0)
         # The process table lists a process that has ended until its parent waits for it, which may never happen.

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from collectives.base.errors import TransportError
-from collectives.transport.base import WINDOW_BYTES, Array
-from collectives.transport.host.board import Board, board_bytes
+from collectives.transport.base import WINDOW_BYTES, Array, MemoryTransport
+from collectives.transport.host.board import FAILED, Board, board_bytes
 from collectives.transport.host.direct_read import DirectRead, admit, ancestors
 from collectives.transport.host.mapped_memory import MappedMemory
 from collectives.transport.host.memory_endpoint import MemoryEndpoint
@@ -92,7 +92,13 @@ def _refuse(peer: int, address: int, own: int, nbytes: int) -> None:
 
 
 def connect(
-    rank: int, size: int, local: Sequence[int], exchange: Exchange, *, timeout: float, populate: bool = True
+    rank: int,
+    size: int,
+    local: Sequence[int],
+    exchange: Exchange,
+    *,
+    timeout: float,
+    part_of: MemoryTransport | None = None,
 ) -> SharedMemory | None:
     """Share memory among the ranks of each host; collective over the group. None on every rank if memory cannot be
     shared on some host. Direct reads are enabled only if they work between all ranks that share a host.
@@ -100,29 +106,14 @@ def connect(
     Args:
         exchange: gathers every rank's value on every rank of the group.
         timeout: seconds that a later wait may last.
-        populate: take the memory now, and not page by page when it is first used.
+        part_of: the memory of a group that has these ranks and others, which has shown whether direct reads work. Of a
+            part, of which there may be hundreds, memory is taken page by page when it is first used, and not now.
     """
-    before = board_bytes(size) + WINDOW_BYTES
-    nbytes = before + post_bytes(len(local))
     for make in (_anonymous_file, _named_file):
-        mappings = _map_all(make, nbytes, rank, local, exchange, populate)
-        if mappings is not None:
-            break
-    else:
-        return None
-    views = [None if mapping is None else memoryview(mapping) for mapping in mappings]
-    pages = [None if view is None else view[: board_bytes(size)] for view in views]
-    windows = [
-        None if view is None else np.frombuffer(view, np.uint8, WINDOW_BYTES, board_bytes(size)) for view in views
-    ]
-    posts = [None if view is None else view[before:] for view in views]
-    spins = _SPINS if len(local) <= (os.cpu_count() or 1) else 20
-    board = Board(pages, rank, timeout=timeout, spins=spins)
-    reader = _probe_direct_reads(rank, local, exchange)
-    if reader is not None:
-        reader.explain = board.explain
-    mapped = MappedMemory(board) if make is _anonymous_file else None  # pieces are anonymous files too
-    return SharedMemory(board, windows, reader, mapped, posts, [mapping for mapping in mappings if mapping is not None])
+        memory = _share(make, rank, size, local, exchange, timeout, part_of)
+        if memory is not None:
+            return memory
+    return None
 
 
 def _anonymous_file(nbytes: int) -> tuple[int, str]:
@@ -143,47 +134,84 @@ def _named_file(nbytes: int) -> tuple[int, str]:
     return handle, path
 
 
-def _map_all(
+def _share(
     make: Callable[[int], tuple[int, str]],
-    nbytes: int,
     rank: int,
+    size: int,
     local: Sequence[int],
     exchange: Exchange,
-    populate: bool,
-) -> list[mmap.mmap | None] | None:
-    """Map every local rank's file, made with ``make``; None on every rank if any rank could not."""
+    timeout: float,
+    part_of: MemoryTransport | None,
+) -> SharedMemory | None:
+    """`connect` by files that are made with ``make``; None on every rank if any rank could not map one."""
+    before = board_bytes(size) + WINDOW_BYTES
+    nbytes = before + post_bytes(len(local))
     secret = secrets.token_bytes(_TOKEN_BYTES)
+    populate = part_of is None
     handle, path, own = -1, "", None
     mappings: list[mmap.mmap | None] = []
-    everywhere = False
+    views: list[memoryview | None] = []
+    board: Board | None = None
+    memory: SharedMemory | None = None
     try:
         # Only what the system raises is suppressed: a signal handler may raise anything, anywhere.
         with suppress(OSError, AttributeError):
             handle, path = make(nbytes)
             own = _map(handle, nbytes, populate)
             own[nbytes - _TOKEN_BYTES :] = secret
-        offers = exchange((path if own is not None else "", secret))
-        mappings = [None] * len(offers)
+        offers = exchange((path if own is not None else "", secret, os.getpid()))
+        mappings = [None] * size
         works = own is not None
         if works:
             mappings[rank] = own
             ahead = populate and len(local) <= _PREFAULT_UP_TO
             works = all([_map_peer(mappings, peer, offers[peer], nbytes, ahead) for peer in local if peer != rank])
-        everywhere = all(exchange(works))
-        return mappings if everywhere else None
+        pids = [offer[2] if peer in local else 0 for peer, offer in enumerate(offers)]
+        if works:
+            views = [None if mapping is None else memoryview(mapping) for mapping in mappings]
+            pages = [None if view is None else view[: board_bytes(size)] for view in views]
+            spins = _SPINS if len(local) <= (os.cpu_count() or 1) else 20
+            board = Board(pages, rank, timeout=timeout, spins=spins, processes=pids)
+        if not all(exchange(works)):
+            return None
+        assert board is not None
+        if part_of is None:
+            reader = _probe_direct_reads(rank, local, pids, exchange)
+        else:
+            reader = DirectRead(pids) if part_of.reads_private else None
+        if reader is not None:
+            reader.explain = board.explain
+        mapped = MappedMemory(board) if make is _anonymous_file else None  # pieces are anonymous files too
+        windows = [
+            None if view is None else np.frombuffer(view, np.uint8, WINDOW_BYTES, board_bytes(size)) for view in views
+        ]
+        posts = [None if view is None else view[before:] for view in views]
+        every = [mapping for mapping in mappings if mapping is not None]
+        memory = SharedMemory(board, windows, reader, mapped, posts, every)
+        return memory
+    except BaseException as error:
+        if board is not None:  # peers may have got further, and look nowhere else
+            board.mark(FAILED, f"{type(error).__name__}: {error}")
+        raise
     finally:
         if handle >= 0:
             if not path.startswith("/proc/"):
                 with suppress(OSError):
                     os.unlink(path)
             os.close(handle)
-        for mapping in () if everywhere else (own, *mappings):
-            if mapping is not None:
-                mapping.close()
+        if memory is None:
+            if board is not None:
+                board.release()
+            for mapping in (own, *mappings):
+                if mapping is not None:
+                    with suppress(BufferError):  # a view of it goes with this call
+                        mapping.close()
 
 
-def _map_peer(mappings: list[mmap.mmap | None], peer: int, offer: tuple[str, bytes], nbytes: int, ahead: bool) -> bool:
-    path, secret = offer
+def _map_peer(
+    mappings: list[mmap.mmap | None], peer: int, offer: tuple[str, bytes, int], nbytes: int, ahead: bool
+) -> bool:
+    path, secret, _ = offer
     if not path:
         return False
     try:
@@ -206,23 +234,23 @@ def _map(handle: int, nbytes: int, populate: bool) -> mmap.mmap:
     return mmap.mmap(handle, nbytes, flags=mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0))
 
 
-def _probe_direct_reads(rank: int, local: Sequence[int], exchange: Exchange) -> DirectRead | None:
+def _probe_direct_reads(rank: int, local: Sequence[int], pids: Sequence[int], exchange: Exchange) -> DirectRead | None:
     """Try to read and write every peer's private memory; None on every rank if any rank could not."""
-    size = len(exchange(None))
+    size = len(pids)
     secret = np.frombuffer(secrets.token_bytes(8), np.int64).copy()
     inbox = np.zeros(size, np.int64)
     _probed.append((secret, inbox))
-    facts = exchange((os.getpid(), ancestors(os.getpid()), secret.ctypes.data, int(secret[0]), inbox.ctypes.data))
-    admit([facts[peer][1] for peer in local])
+    facts = exchange((ancestors(os.getpid()), secret.ctypes.data, int(secret[0]), inbox.ctypes.data))
+    admit([facts[peer][0] for peer in local])
     exchange(None)  # all have admitted their peers
     reader = None
     works = False
     seen = np.zeros(1, np.int64)
     try:
-        reader = DirectRead([facts[peer][0] if peer in local else 0 for peer in range(size)])
+        reader = DirectRead(pids)
         works = True
         for peer in local:
-            _, _, address, expected, letters = facts[peer]
+            _, address, expected, letters = facts[peer]
             if peer != rank:
                 reader.fetch(peer, address, seen.ctypes.data, 8)
                 works = works and int(seen[0]) == expected
@@ -230,6 +258,6 @@ def _probe_direct_reads(rank: int, local: Sequence[int], exchange: Exchange) -> 
     except TransportError:
         works = False
     exchange(None)  # all have written to their peers
-    works = works and all(int(inbox[peer]) == facts[peer][3] for peer in local if peer != rank)
+    works = works and all(int(inbox[peer]) == facts[peer][2] for peer in local if peer != rank)
     _probed.pop()
     return reader if all(exchange(works)) else None

@@ -33,7 +33,7 @@ from collectives.base.errors import RankFailedError, TransportError
 from collectives.base.exclusion import Lock, attempted, exclusive
 from collectives.transport import backoff
 from collectives.transport.tcp.authentication import SEAL_BYTES
-from collectives.transport.tcp.notices import Notice, Notices
+from collectives.transport.tcp.notices import VALUE, Notice, Notices
 
 if TYPE_CHECKING:
     from collectives.transport.tcp.authentication import Connection
@@ -45,9 +45,9 @@ _BEATS = 5
 """Beats per timeout."""
 _PINGED_FROM = 2
 """Beats of silence from which the peer is pinged."""
-_HEAD = struct.Struct("<HB")
-"""Of a frame: the number of bytes that follow, and its kind: a beat, a loss, or a `Notice`, which has the group's name,
-a zero byte, and a text. Its seal comes behind them."""
+_HEAD = struct.Struct("<IB")
+"""Of a frame: the number of bytes that follow, and its kind: a beat, a loss, or a `Notice` or `VALUE`, which have the
+group's name, a zero byte, and a text. Its seal comes behind them."""
 _DIED = "has died: its connection closed without an error message; see its output, and whether the system killed it"
 _TOLD_WITHIN = 1.0
 """Seconds for which connections that are closed may wait until the system has taken all notices."""
@@ -139,8 +139,8 @@ class Heart:
         self._timeout, self._interval = timeout, timeout / _BEATS
         self._peers: dict[int, _Peer] = {}
         self._groups: dict[str, Notices] = {}
-        self._early: dict[str, dict[tuple[int, Notice], str]] = {}
-        """By group that this rank has not made yet: the notices that have come already, by rank and kind."""
+        self._early: dict[str, dict[tuple[int, int], str]] = {}
+        """By group that this rank has not made yet: the notices and values that have come already, by rank and kind."""
         self._lock = threading.RLock()  # a signal handler may interrupt its owner
         self._serving: Running[None] | None = None
         try:
@@ -162,8 +162,8 @@ class Heart:
         if group in self._groups:
             return self._groups[group]
         notices = Notices(self, group, members)
-        for (rank, notice), text in self._early.pop(group, {}).items():
-            notices.deliver(rank, notice, text)
+        for (rank, kind), text in self._early.pop(group, {}).items():
+            notices.deliver(rank, kind, text)
         for peer in self._peers.values():
             if peer.lost:
                 notices.lose(peer.rank, peer.lost, silent=False)
@@ -171,7 +171,13 @@ class Heart:
         return notices
 
     def tell(self, notices: Notices, notice: Notice, text: str) -> None:
-        frame = _frame(notices, notice, text)
+        self._send(notices, _frame(notices, notice, text))
+
+    def offer(self, notices: Notices, text: str) -> None:
+        """Give the other members of a group a value of an exchange."""
+        self._send(notices, _frame(notices, VALUE, text, whole=True))
+
+    def _send(self, notices: Notices, frame: bytes) -> None:
         for peer in self._others(notices):
             peer.send(frame)
 
@@ -196,6 +202,8 @@ class Heart:
         """Close the connections, once the system has taken what was told; groups that this rank has not left see its
         death."""
         backoff.poll(lambda: not any(peer.pending() and not peer.lost for peer in self._peers.values()), _TOLD_WITHIN)
+        for notices in list(self._groups.values()):
+            notices.gone.update(place for place, member in enumerate(notices.members) if member != self.rank)
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.cancel()
@@ -291,17 +299,18 @@ class Heart:
 
     def _deliver(self, rank: int, number: int, body: bytes) -> None:
         name, _, text = body.partition(b"\0")
-        if len(name) > _NAME_BYTES or len(text) > _TEXT_BYTES:
+        if number != VALUE and (len(name) > _NAME_BYTES or len(text) > _TEXT_BYTES):
             raise ValueError(f"kind {number}, {len(name)} and {len(text)} bytes")
-        group, notice, reason = name.decode(), Notice(number), text.decode("utf-8", "replace")
+        group, kind = name.decode(), number if number == VALUE else Notice(number)
+        said = text.decode("utf-8", "replace")
         with self._lock:
             notices = self._groups.get(group)
             if notices is None:
                 if group not in self._early and len(self._early) >= _MOST_EARLY:
                     raise ValueError(f"of a further group, {group}, besides {_MOST_EARLY} that this rank has not made")
-                self._early.setdefault(group, {})[rank, notice] = reason
+                self._early.setdefault(group, {})[rank, kind] = said
                 return
-            notices.deliver(rank, notice, reason)
+            notices.deliver(rank, kind, said)
         self.forget(notices)
 
     def _adopt(self, body: bytes) -> None:
@@ -340,6 +349,7 @@ class Heart:
             peer.close()
 
 
-def _frame(notices: Notices, notice: Notice, text: str) -> bytes:
-    body = notices.group.encode() + b"\0" + text.encode("utf-8", "replace")[-_TEXT_BYTES:]
-    return _HEAD.pack(len(body), notice) + body
+def _frame(notices: Notices, kind: int, text: str, whole: bool = False) -> bytes:
+    data = text.encode("utf-8", "replace")
+    body = notices.group.encode() + b"\0" + (data if whole else data[-_TEXT_BYTES:])
+    return _HEAD.pack(len(body), kind) + body

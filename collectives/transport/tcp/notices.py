@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from collectives.base.errors import RankFailedError
+from collectives.base.wake_up import WakeUp
 from collectives.transport import backoff
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ _TAKEN_WITHIN = 1.0
 """Seconds that the system may take for what is told."""
 OUTERMOST = "0"
 """The name of the group of all ranks."""
+VALUE = 5
+"""The kind of a frame of the heart whose text is this rank's value in the group's next exchange."""
 AFTER_EVERY_CALL = 1 << 62
 """The number of the last call of a rank that leaves after a failure: it must not look as if it had left early."""
 
@@ -57,6 +61,9 @@ class Notices:
         self._has_left = False
         self._heart = heart
         self._places = {member: place for place, member in enumerate(self.members)}
+        self._values: list[deque[str]] = [deque() for _ in self.members]
+        """By rank: what it has offered in exchanges that this rank has not finished; a peer may be one ahead."""
+        self._arrival = WakeUp()
 
     def tell(self, notice: Notice, text: str) -> None:
         if not self._has_left:
@@ -65,6 +72,24 @@ class Notices:
 
     def leave(self, calls: int) -> None:
         self.tell(Notice.LEFT, str(calls))
+
+    def offer(self, text: str) -> None:
+        """Begin an exchange: give the other members this rank's value."""
+        self._values[self._places[self._heart.rank]].append(text)
+        self._heart.offer(self, text)
+
+    def silent(self) -> set[int]:
+        """The members whose values of the present exchange have not arrived."""
+        return {place for place, values in enumerate(self._values) if not values}
+
+    def await_value(self, milliseconds: float) -> None:
+        """Sleep until a value arrives, at most so long; the system is given what it has not taken yet."""
+        self._heart.has_told(self)
+        self._arrival.wait(milliseconds / 1000)
+
+    def take_values(self) -> list[str]:
+        """End the exchange: every member's value, in rank order."""
+        return [values.popleft() for values in self._values]
 
     def quiet(self) -> bool:
         return backoff.poll(lambda: self._heart.has_told(self), _TAKEN_WITHIN)
@@ -88,18 +113,23 @@ class Notices:
         return len(self.departed()) >= len(self.members) - 1
 
     def close(self) -> None:
-        """Note that this rank uses the group no more."""
+        """Note that this rank uses the group no more, and tell the others unless they know."""
         self.closed = True
+        self.leave(AFTER_EVERY_CALL)
         self._heart.forget(self)
 
-    def deliver(self, rank: int, notice: Notice, text: str) -> None:
+    def deliver(self, rank: int, kind: int, text: str) -> None:
+        """Take in a `Notice` or a `VALUE`."""
         place = self._places.get(rank)
         if place is None:
             return
-        if notice is Notice.FAILED:
+        if kind == VALUE:
+            self._values[place].append(text)
+            self._arrival.set()
+        elif kind == Notice.FAILED:
             self.failed.setdefault(place, text)
         else:
-            (self.left if notice is Notice.LEFT else self.here)[place] = int(text)
+            (self.left if kind == Notice.LEFT else self.here)[place] = int(text)
 
     def misses(self, rank: int, silent: bool) -> bool:
         """Whether the end of a rank of the job is a death: it belongs to the group, has not said that it failed, and

@@ -1,7 +1,8 @@
 """A group's control connections over TCP: exchanges of values and the words of a call, by Bruck's allgather.
 
 The records of exchanges and of the group's calls travel over the same connections, one behind the other. Notices come
-by the heart's connections (`collectives.transport.tcp.heart`).
+by the heart's connections (`collectives.transport.tcp.heart`). So do the values of exchanges until the group has
+connections of its own: parts of the job whose ranks are all on one host never need any.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SCRAP = 1 << 16
 
 
 class TcpChannel:
-    """`network_control.ControlChannel` over TCP. Not thread-safe. Made by all ranks of the group at the same time.
+    """`network_control.ControlChannel` over TCP. Not thread-safe.
 
     Args:
         spins: looks at a connection before this rank sleeps; few where ranks outnumber cores.
@@ -58,7 +59,7 @@ class TcpChannel:
         notices: Notices,
         spins: int = SPINS,
     ) -> None:
-        self.rank, self.size = rank, size = links.rank, links.size
+        self.rank, self.size = links.rank, links.size
         self.names, self.timeout = names, timeout
         self.spins = spins
         self._notices = notices
@@ -66,21 +67,34 @@ class TcpChannel:
         self.tell, self.leave, self.quiet = notices.tell, notices.leave, notices.quiet
         self.look_for_failures = notices.look_for_failures
         self.check: Callable[[], object] = self.look_for_failures
+        self._links = links
         self._connections: dict[int, Connection] = {}
-        try:
-            for peer in partners(rank, size):  # in ascending order: those that this rank dials come first
-                self._connections[peer] = links.open(peer, "words")
-        except BaseException:
-            self.close()
-            raise
-        self.bruck = Bruck(rank, size, self._connections, self.lost)
+        self._bruck: Bruck | None = None
+
+    def connect(self) -> Bruck:
+        """Connect the ranks, unless they are connected; called by all of them, at the same place. Raises as
+        `Links.open`."""
+        if self._bruck is None:
+            try:
+                for peer in partners(self.rank, self.size):  # in ascending order: those that this rank dials come first
+                    self._connections[peer] = self._links.open(peer, "words")
+            except BaseException:
+                self.disconnect()
+                raise
+            self._bruck = Bruck(self.rank, self.size, self._connections, self.lost)
+        return self._bruck
 
     def exchange(self, value: Any) -> list[Any]:
-        data, bruck = to_json(value), self.bruck
+        data, bruck = to_json(value), self._bruck
+        if bruck is None:
+            notices = self._notices
+            notices.offer(data.decode())
+            self.until(lambda: not notices.silent(), self._await_value, self._silent, spins=0)
+            return [from_json(text.encode()) for text in notices.take_values()]
         memory = Memory((HEADER + padded(len(data))) * self.size)
         memory.bytes[HEADER : HEADER + len(data)] = data
         bruck.begin(memory, _EXCHANGE, len(data))
-        self.until(bruck.step, bruck.wait, "every rank to send its value")
+        self.until(bruck.step, bruck.wait, lambda: "every rank to send its value")
         values = []
         for peer in range(self.size):
             token, start, end = bruck.record(peer)
@@ -93,15 +107,31 @@ class TcpChannel:
             values.append(from_json(bytes(memory.bytes[start:end])))
         return values
 
-    def until(self, done: Callable[[], bool], doze: Callable[[float], object], what: str) -> None:
+    def _await_value(self, milliseconds: float) -> None:
+        self._notices.await_value(milliseconds)
+        departed = self._notices.departed()  # first: a value comes before the word that its rank leaves
+        for peer in departed & self._notices.silent():
+            self.lost(peer)
+
+    def _silent(self) -> str:
+        names = ", ".join(str(self.names[peer]) for peer in sorted(self._notices.silent()))
+        return f"rank {names} to send its value in the group of ranks {list(self.names)}"
+
+    def until(
+        self,
+        done: Callable[[], bool],
+        doze: Callable[[float], object],
+        what: Callable[[], str],
+        spins: int | None = None,
+    ) -> None:
         """Wait until ``done()``, which moves what can be moved. ``doze`` sleeps until there is something to move, at
-        most so many milliseconds; ``what`` names the event in errors.
+        most so many milliseconds; ``what()`` names the event in errors; ``spins``: other than the channel's.
 
         Raises:
             CollectiveTimeoutError: it did not come about in time.
             RankFailedError: from `check`, or because a connection has ended.
         """
-        for _ in range(self.spins + 1):
+        for _ in range((self.spins if spins is None else spins) + 1):
             if done():
                 return
             backoff.yield_core()
@@ -114,8 +144,8 @@ class TcpChannel:
             self.check()
             if time.monotonic() - begun > self.timeout:
                 raise CollectiveTimeoutError(
-                    f"rank {self.names[self.rank]}: waited {self.timeout:g} s for {what}; see what the other ranks are "
-                    f"doing, or raise {setting_of(self.timeout)} [R24]"
+                    f"rank {self.names[self.rank]}: waited {self.timeout:g} s for {what()}; see what the other ranks "
+                    f"are doing, or raise {setting_of(self.timeout)} [R24]"
                 )
             nap = min(2 * nap, _LONGEST_DOZE)
 
@@ -146,7 +176,7 @@ class TcpWords:
     def __init__(self, channel: TcpChannel) -> None:
         self.same = True
         self._channel = channel
-        self._bruck = channel.bruck
+        self._bruck = channel.connect()
         self._spins = range(channel.spins)
         self._own = 0
         """Bytes of this rank's words."""
@@ -189,7 +219,7 @@ class TcpWords:
         return arrived
 
     def wait(self) -> None:
-        self._channel.until(self._bruck.step, self._bruck.wait, "every rank to enter the call")
+        self._channel.until(self._bruck.step, self._bruck.wait, lambda: "every rank to enter the call")
 
     def of(self, peer: int) -> memoryview:
         start = self._memory.starts[(peer - self._bruck.rank) % self._bruck.size] // 8 + _FIRST_WORD

@@ -70,8 +70,9 @@ class Network:
                 heart.close()
                 mesh.close()
 
-            wiring = TcpWiring(mesh, heart, OUTERMOST, all_ranks, config, end, check)
+            wiring = TcpWiring(mesh, heart, OUTERMOST, all_ranks, config, end)
             wiring.watch(check)  # the heart does not listen yet: a rank that cannot connect is no rank that has died
+            wiring.channel.connect()
             wiring.channel.exchange(None)
             heart.start()
             self.everyone = make_group(wiring, config, numbers or all_ranks)
@@ -90,7 +91,7 @@ class Network:
         """
         numbers = [self.everyone.ranks[member] for member in members]
         wiring = TcpWiring(self._mesh, self._heart, name, members, config)
-        return make_group(wiring, config, numbers, populate=False)
+        return make_group(wiring, config, numbers, part_of=self.everyone)
 
 
 class TcpWiring:
@@ -100,7 +101,6 @@ class TcpWiring:
         mesh, heart: of all ranks of the job.
         group, members: as of `Links`.
         end: called with `close`'s argument when the group is closed.
-        check: looks for failures while the group's ranks connect; by default among its own notices.
     """
 
     def __init__(
@@ -111,13 +111,12 @@ class TcpWiring:
         members: Sequence[int],
         config: Config,
         end: Callable[[bool], object] = lambda quiet: None,
-        check: Callable[[], object] | None = None,
     ) -> None:
         self._mesh, self._heart, self._group, self._members = mesh, heart, group, tuple(members)
         self._config, self._end = config, end
         self._parts = itertools.count()
         notices = heart.notices(group, members)
-        self.links = Links(mesh, group, members, config.timeout, check or notices.look_for_failures)
+        self.links = Links(mesh, group, members, config.timeout, notices.look_for_failures)
         here = sum(mesh.hosts[member] == mesh.hosts[mesh.rank] for member in members)
         spins = SPINS if here <= (os.cpu_count() or 1) else _FEW_SPINS
         self.channel = TcpChannel(self.links, config.timeout, members, notices, spins)
@@ -144,8 +143,7 @@ class TcpWiring:
         if self.channel.rank not in members:
             return None
         part = [self._members[member] for member in members]
-        # A rank that fails before it has connected tells the ranks of this group, and not those of the part.
-        return TcpWiring(self._mesh, self._heart, group, part, self._config, check=self.links.check)
+        return TcpWiring(self._mesh, self._heart, group, part, self._config)
 
     def close(self, quiet: bool) -> None:
         self.messages.close()

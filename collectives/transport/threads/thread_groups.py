@@ -299,7 +299,7 @@ def _pages(size: int) -> list[memoryview]:
 
 def _board(pages: Sequence[memoryview | None], rank: int, timeout: float) -> Board:
     # A thread that spins holds the GIL and so blocks the peer that it waits for: poll once, then yield.
-    return Board(pages, rank, timeout=timeout, spins=1, pause=_let_others_run, processes=False)
+    return Board(pages, rank, timeout=timeout, spins=1, pause=_let_others_run)
 
 
 def _let_others_run() -> None:

@@ -89,6 +89,7 @@ def run(
     def body(rank: int) -> Any:
         channel = TcpChannel(links[rank], timeout, range(size), notices[rank], spins)
         try:
+            channel.connect()
             return function(channel, links[rank])
         except BaseException as error:
             return error

@@ -332,7 +332,7 @@ class Config:
         Raises:
             InvalidArgumentError: a variable cannot be parsed; names the variable, the text, and the expected form.
         """
-        return cls(**stated_settings(os.environ if environment is None else environment))
+        return cls(**stated_settings(dict(os.environ) if environment is None else environment))
 
 
 def stated_settings(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -64,6 +64,11 @@ if TYPE_CHECKING:
 
 _LEAVE_WITHIN = 2.0
 _SETTLE_WITHIN = 30.0
+_PUBLIC = {
+    part: tuple(name for name in dir(part) if not name.startswith("_"))
+    for part in (Operations, PersistentInit, Objects, Messages)
+}
+"""The methods that a world has of each of its parts."""
 
 
 if TYPE_CHECKING:
@@ -155,9 +160,8 @@ class World(_Parts):
         objects = Objects(self.operations, group.key)
         messages = Messages(self.rank, self.ranks, self._transfers)
         for part in (self.operations, self._persistent, objects, messages):
-            for name in dir(part):
-                if not name.startswith("_"):
-                    setattr(self, name, getattr(part, name))
+            for name in _PUBLIC[type(part)]:
+                setattr(self, name, getattr(part, name))
         self.tuning = Tuning(self._engine, self.planner, config) if config.autotune and self.size > 1 else None
         self._children: list[World] = []
         self._turn = turn or Turn()

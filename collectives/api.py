@@ -1,9 +1,9 @@
 """The functions that users call: the operations of the default world, or of a process set's.
 
-Memory that an operation in flight writes may not be read or written by another one, whichever names, process sets or
-views they have; it is refused with an InvalidArgumentError that names both, and the other ranks get a MismatchError.
-Memory that is only read may be shared. So may memory that broadcasts from the same root write. An operation is in
-flight from its submission until it is complete.
+An operation is in flight from its submission until it is complete. While it writes memory, no other operation may read
+or write that memory, even under another name, in another process set or through another view. Such a call raises an
+InvalidArgumentError that names both operations, and the other ranks get a MismatchError. Operations may share memory
+that they only read, and broadcasts from the same root may share the memory that they write.
 
 `allreduce` documents the keywords and the errors that all functions share.
 """
@@ -114,7 +114,7 @@ def allreduce(
 ) -> Tensor:
     """Combine the ranks' tensors element by element.
 
-    Every rank gets the same result, bit for bit; apart from NaN's payload, and zeros' signs in Min and Max.
+    Every rank gets the same result, bit for bit, except for the payload of NaNs and the sign of zeros in Min and Max.
 
     Args:
         tensor: equal shape and dtype on every rank: a NumPy array or scalar, a number, anything on the CPU with the
@@ -122,32 +122,33 @@ def allreduce(
             ``__cuda_array_interface__`` (CuPy, torch, JAX, ...). Left unchanged.
         average: instead of ``op``: True for Average, False for Sum. Only one of the two may be given.
         op: Average (the default), Sum, Min, Max, Product, or Adasum (see `collectives.engine.adasum`).
-        name: operations of different names may come in any order; unnamed ones are matched by order of call.
-        prescale_factor, postscale_factor: multiply each rank's tensor first, and the result.
-        compression: `Compression.fp16` or ``bf16``, as which float32 and float64 travel; or any object with
+        name: matches the ranks' calls. Operations with different names may be called in any order; calls without a
+            name are matched by their order.
+        prescale_factor, postscale_factor: factors for each rank's tensor before the reduction, and for the result.
+        compression: `Compression.fp16` or ``bf16``, the dtype in which float32 and float64 are sent; or any object with
             ``compress`` and ``decompress``.
         process_set: the ranks that take part; all by default.
-        parts: the tensor has this rank's share of so many parts of all ranks along its first dimension, divided as
-            `numpy.array_split` does; the result has the shape of one, and is the same on any number of ranks. Only with
-            ``algorithm="reproducible"``, and in host memory.
+        parts: the number of parts of all ranks together. Along its first dimension, the tensor holds this rank's share
+            of them, divided as `numpy.array_split` does. The result has the shape of one part, and is the same on any
+            number of ranks. Needs ``algorithm="reproducible"`` and host memory.
         algorithm: "ring", "direct", "one-shot", "recursive-doubling", "hierarchical", "inline", "native" or
-            "reproducible"; chosen by default. "reproducible" stands for those that add in a fixed order, with the same
-            bits whatever moves them (docs/reproducible.md).
+            "reproducible"; chosen by default. "reproducible" selects one that adds in a fixed order, so that the result
+            has the same bits over every transport (docs/reproducible.md).
         transport: "window", "direct-read", or messages, "mpi" (or "tcp", where TCP carries them), for the ranks of one
             host; of GPU tensors "cuda-ipc", "nccl" or "host"; chosen by default.
-        stream: of a GPU tensor: the CUDA stream after whose work it is read, and before whose later work the result is
-            ready; the framework's current one by default. No synchronisation is needed.
+        stream: the CUDA stream of a GPU tensor; the framework's current one by default. The tensor is read after the
+            work already on the stream, and the result is ready for work added later. No synchronisation is needed.
 
     Returns:
         A new tensor of the caller's type, shape and dtype. float16 and bfloat16 are combined in float32 and rounded in
-        every step; their average keeps means in every step, and not sums, so that it is finite where it fits. Integer
-        averages truncate toward zero; integers wrap on overflow. For bool, Sum and Max mean "or"; Product, Min and
-        Average mean "and".
+        every step; their average keeps a mean in every step instead of a sum, so that it stays finite if the result
+        fits. Integer averages truncate toward zero; integers wrap on overflow. For bool, Sum and Max mean "or";
+        Product, Min and Average mean "and".
 
     Raises:
         NotInitializedError, InvalidTypeError, InvalidArgumentError, TypeError: an argument that no rank can accept;
             both ``average`` and ``op``; no such keyword.
-        MismatchError: the ranks' requests differ; raised on every rank, no tensor was touched.
+        MismatchError: the ranks' requests differ; raised on every rank; no tensor was changed.
         RankFailedError, CollectiveTimeoutError: another rank failed, or did not make the call.
 
     Example:
@@ -202,7 +203,7 @@ def allreduce_async_(
 
     Raises:
         InvalidArgumentError: as `allreduce_async`; or an operation in flight reads or writes this tensor's memory:
-            synchronize that one first, or pass one of the two a copy.
+            synchronize that operation first, or pass a copy to one of the two.
 
     Example:
         >>> hvd.allreduce_async_(np.array([hvd.rank(), 4.0])).wait()
@@ -294,11 +295,11 @@ def synchronize(handle: Handle[Tensor], timeout: float | None = None) -> Tensor:
 
 
 def join(*, process_set: ProcessSet | None = None) -> int:
-    """Contribute neutral elements to the other ranks' operations until all ranks have joined, for lack of data.
+    """Contribute neutral elements to the other ranks' operations until all ranks have joined; for a rank without data.
 
-    These are zeros to a sum, no rows to allgather and alltoall; Average still divides by the number of all ranks. A
-    broadcast whose root has joined raises a MismatchError on the ranks that call it. Returns the last rank to join; of
-    several at once, the highest.
+    Neutral elements are zeros for a sum, and no rows for allgather and alltoall. Average still divides by the number of
+    all ranks. A broadcast whose root has joined raises a MismatchError on the ranks that call it. Returns the last rank
+    to join; if several join at once, the highest of them.
 
     Example:
         >>> last = hvd.join()
@@ -324,7 +325,7 @@ def check_consistency(tensors: Any, *, process_set: ProcessSet | None = None) ->
 def empty_cache(*, process_set: ProcessSet | None = None) -> int:
     """Release memory that is held but not in use; every rank calls it.
 
-    On the host, that is what dropped results and dropped arrays of `collectives.empty` have left for reuse.
+    On the host, this is the memory of dropped results and dropped arrays of `collectives.empty`, kept for reuse.
 
     On GPUs, a rank maps the memory of its peers' tensors and keeps the mapping, so that memory which a peer has freed
     stays allocated until it is unmapped. Memory that is used again is mapped again. The engine does the same by itself

@@ -128,7 +128,8 @@ class DevicePlanner:
             )
         if entry.spans_hosts and chosen == "nccl":
             raise InvalidArgumentError(
-                f"algorithm={entry.name!r} works with transport='cuda-ipc'; NCCL has its own ('native') [A51]"
+                f"algorithm={entry.name!r} needs transport='cuda-ipc', got transport='nccl'; pass "
+                "transport='cuda-ipc', or algorithm='native', which is NCCL's own [A51]"
             )
         if chosen == "cuda-ipc" and not self._placement.one_host and not entry.spans_hosts:
             spanning = [name for name in names if registry.find(collective, name).spans_hosts]

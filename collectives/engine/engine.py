@@ -266,7 +266,9 @@ class Engine:
             raise self.refusal()
         self._progress.refuse_reentry()
         if self._coordinator.joining is not None:
-            raise InvalidArgumentError(f"rank {self._rank}: join() was called while another thread is in join() [W24]")
+            raise InvalidArgumentError(
+                f"rank {self._rank}: join() was called while another thread is in join(); call it from one thread [W24]"
+            )
         handle = Handle(self.context.entries.plain("join"), EMPTY, EMPTY, lambda handle: handle.keep)
         handle.engine = self
         handle.key = "join"

@@ -109,7 +109,8 @@ class StallInspector:
                 if now - handle.submitted > self._shutdown:
                     raise CollectiveTimeoutError(
                         f"rank {self._rank}: a tensor has waited for more than {self._shutdown:g} s "
-                        f"(COLLECTIVES_STALL_SHUTDOWN) [R20]:\n" + self._describe(handle, now, missing(handle))
+                        f"(COLLECTIVES_STALL_SHUTDOWN); see what the missing ranks are doing [R20]:\n"
+                        + self._describe(handle, now, missing(handle))
                     )
         late = [handle for handle in waiting if now - handle.submitted > self._extra] if self._extra else []
         if late:

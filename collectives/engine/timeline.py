@@ -97,7 +97,7 @@ class Timeline:
             self._file.add(begin, _PATIENCE, at_any_rate=True)
         except OSError as error:
             raise InvalidArgumentError(
-                f"rank {rank}: the timeline {self._path!r} cannot be written: {error.strerror} [W57]"
+                f"rank {rank}: the timeline {self._path!r} cannot be written: {error.strerror}; name another file [W57]"
             ) from error
         # Named like the engine's own threads, which count as threads that submit nothing.
         name = f"collectives rank {rank}: timeline"

@@ -54,7 +54,9 @@ def leaves(tree: Any, argument: str = "tensor") -> tuple[list[Any], Rebuild, boo
 def check_whole(array: jax.Array, advice: str = "") -> None:
     """Check that a JAX array has all of its elements on one device; ``advice`` ends the message if it is sharded."""
     if array.is_deleted():
-        raise InvalidArgumentError("this array was deleted, or donated to a compiled function [T49]")
+        raise InvalidArgumentError(
+            "this array was deleted, or donated to a compiled function; do not donate an array that you use again [T49]"
+        )
     if not array.is_fully_replicated:
         raise InvalidTypeError(
             "expected an array on one device, or replicated over several, got one that is sharded over "

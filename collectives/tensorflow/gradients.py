@@ -116,8 +116,7 @@ def _kind(grad: Any) -> str:
     if isinstance(grad, tf.Tensor):
         return "dense"
     raise InvalidTypeError(
-        f"gradient: expected a tf.Tensor, tf.IndexedSlices or None, got {type(grad).__name__}; it cannot be combined "
-        "[F53]"
+        f"gradient: expected a tf.Tensor, tf.IndexedSlices or None, got {type(grad).__name__}; pass one of these [F53]"
     )
 
 

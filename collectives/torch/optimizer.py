@@ -66,9 +66,9 @@ def DistributedOptimizer(
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    All ranks should read gradients, or none. A change of a gradient in flight through a tensor kept from before is
-    refused. An optimizer takes over parameters of an earlier one, which combines nothing as long as the newer one
-    exists, and refuses to step.
+    Either all ranks read gradients, or none. Changing a gradient in flight, through a tensor obtained earlier, raises
+    an error. A newer optimizer takes over the parameters that it shares with an earlier one. While the newer one
+    exists, the earlier one combines nothing, and its ``step()`` raises an error.
 
     Parameters that no rank has used in a step keep ``grad = None``; those that some rank has used get the combined
     gradient everywhere. Frozen parameters may be unfrozen later, and ``add_param_group`` may bring new ones.

@@ -61,7 +61,8 @@ def broadcast_optimizer_state(
             data, tensors = take_apart(optimizer)
         except Exception as error:
             raise world.refused(
-                InvalidTypeError(f"{label}: the state cannot be sent: {error} [F59]"), f"{label}.length"
+                InvalidTypeError(f"{label}: the optimizer's state cannot be sent to the other ranks: {error} [F59]"),
+                f"{label}.length",
             ) from error
         world.broadcast_bytes(data, root, name=label)
     else:

@@ -63,10 +63,10 @@ def allreduce(
 ) -> Tensor:
     """Combine the ranks' tensors element by element. Differentiable.
 
-    Its gradient, for a loss that is the sum of the ranks' losses: of Sum and Average the all-reduce of the outputs'
-    gradients with the same ``op`` and factors; of Min and Max the summed gradient, to the ranks that hold the extreme
-    value, evenly; of Product that times the other ranks' elements; of Adasum that of its tree. With compression the
-    gradient is sent compressed, too.
+    Its gradient, if the loss is the sum of the ranks' losses: for Sum and Average, the all-reduce of the outputs'
+    gradients with the same ``op`` and factors; for Min and Max, the summed gradient, divided evenly among the ranks
+    that hold the extreme value; for Product, the summed gradient times the other ranks' elements; for Adasum, the
+    gradient of its tree. With compression the gradient is sent compressed, too.
 
     Args:
         tensor: of equal shape and dtype on every rank, on the CPU or a GPU, in any memory layout. Left unchanged.

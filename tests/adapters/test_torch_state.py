@@ -512,9 +512,9 @@ def test_what_is_no_optimizer_or_cannot_be_sent_is_refused(hvd: Any) -> None:
         if hvd.rank() == 0:
             optimizer.param_groups[0]["wrong"] = option
         kind, said = (
-            (InvalidTypeError, "the state cannot be sent")
+            (InvalidTypeError, "state cannot be sent to the other ranks")
             if hvd.rank() == 0
-            else (MismatchError, "the state cannot be sent")
+            else (MismatchError, "state cannot be sent to the other ranks")
         )
         on_all(hvd, lambda optimizer=optimizer: hvd.broadcast_optimizer_state(optimizer, 0), said, (kind,))
 

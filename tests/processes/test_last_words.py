@@ -33,7 +33,7 @@ if hvd.rank() == 1:
 hvd.allreduce_(np.ones(4), name="gradient")  # this line
 """
 LINE = PROGRAM.splitlines().index('hvd.allreduce_(np.ones(4), name="gradient")  # this line') + 1
-MISSED = "waits for rank 1, which has shut down or ended"
+MISSED = "rank 1 has shut down or ended while this rank waits for it"
 
 
 @pytest.mark.parametrize(

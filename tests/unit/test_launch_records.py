@@ -158,7 +158,7 @@ def test_a_failure_names_the_command_that_explains_it(
     assert Record(0, code, text, NOW, "h", **more).how_explained() == line
 
 
-RANK_1_LEFT = dict(text=TRACE.format("waits for rank 1, which has shut down or ended"), consequence=True)
+RANK_1_LEFT = dict(text=TRACE.format("rank 1 has shut down or ended while this rank waits for it"), consequence=True)
 
 
 @pytest.mark.parametrize(

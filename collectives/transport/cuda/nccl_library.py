@@ -198,7 +198,8 @@ class NcclCommunicator:
         communicator = self._communicator
         if communicator is None:
             raise TransportError(
-                f"rank {self.rank}: NCCL's {call} cannot be called: the communicator has been aborted or closed [G27]"
+                f"rank {self.rank}: NCCL's {call} cannot be called, because the communicator was aborted or closed; "
+                "look for the first error of this job [G27]"
             )
         return communicator
 

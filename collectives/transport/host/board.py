@@ -298,8 +298,8 @@ class Board:
                 raise self._failure_of(peer)
             if state == LEFT and peer == waiting_for and not (arrived and arrived()):
                 raise RankFailedError(
-                    f"rank {self.names[self.rank]}: waits for rank {self.names[peer]}, which has shut down or ended; "
-                    f"every rank must make the same calls before it leaves [R15]"
+                    f"rank {self.names[self.rank]}: rank {self.names[peer]} has shut down or ended while this rank "
+                    "waits for it; every rank must make the same calls before it leaves [R15]"
                 )
 
     def explain(self, peer: int, gone: bool) -> None:

@@ -116,7 +116,7 @@ class Membership:
         its size may change. Returns it.
 
         Args:
-            name: of no other group.
+            name: a name that no other group has.
         """
         backend = f"collectives:{name}"
         dist.Backend.register_backend(backend, lambda *_: self, devices=["cpu", "cuda"])

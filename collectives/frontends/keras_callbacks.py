@@ -115,7 +115,7 @@ class BroadcastVariables(CallbackMixin):
 
 
 class AverageMetrics(CallbackMixin):
-    """Replace metrics at the end of an epoch by their means over the ranks, those of the validation included.
+    """Replace metrics at the end of an epoch by their means over the ranks, validation metrics included.
 
     Place it before callbacks that use metrics, such as ``ReduceLROnPlateau``, ``EarlyStopping``, ``TensorBoard`` and
     checkpoints. If ranks have different metrics, training ends with a `MismatchError` on all of them.

@@ -2,7 +2,7 @@
 
 Arguments stand in the order of the other adapters. A tensor is a JAX array, a NumPy array, a number, another
 framework's tensor with DLPack (torch, CuPy, TensorFlow), or a pytree of these. A pytree travels in one fused call and
-keeps its structure; None in it is not a leaf. Results are new JAX arrays whatever the tensor was; arrays of the program
+keeps its structure; None in it is not a leaf. Results are always new JAX arrays; arrays of the program
 are never written to. All collectives are differentiable in both directions to any order, and can be vectorised;
 `collectives.frontends.adjoints` states the gradients, for a loss that is the sum of the ranks' losses.
 
@@ -92,8 +92,8 @@ def allreduce(
 ) -> Tree:
     """Reduce the ranks' tensors element by element. Differentiable.
 
-    The gradient of Min and Max goes to the ranks that hold the extreme value, evenly; that of Product is multiplied by
-    the other ranks' elements; that of Adasum follows its tree.
+    The gradient of Min and Max is divided evenly among the ranks that hold the extreme value; the gradient of Product
+    is multiplied by the other ranks' elements; the gradient of Adasum follows its tree.
 
     Args:
         tensor: an array or a pytree; of equal structure, shapes and dtypes on every rank. Left unchanged.

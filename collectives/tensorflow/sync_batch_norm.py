@@ -30,12 +30,12 @@ _numbers = NumberedLayers(int)
 
 @tf.keras.utils.register_keras_serializable(package="collectives")
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
-    """``tf.keras.layers.BatchNormalization`` whose training statistics are those of the batches of all ranks.
+    """``tf.keras.layers.BatchNormalization`` with training statistics over the batches of all ranks.
 
     For Keras 3, or for Keras 2 if ``TF_USE_LEGACY_KERAS=1`` makes it ``tf.keras``. In training every rank calls it, and
     differentiates it, in the same order; batches may differ in length, and may be empty. Inference, and training on one
-    rank, are those of the base class. Gradients of gamma and beta are those of the rank's own batch: a
-    `DistributedGradientTape` or optimizer reduces them with all others.
+    rank, are those of the base class. The gradients of gamma and beta cover this rank's batch alone: a
+    `DistributedGradientTape` or optimizer combines them over the ranks.
 
     Args:
         fused: part of Horovod's interface; must be False.

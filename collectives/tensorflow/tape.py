@@ -139,7 +139,7 @@ class _WrappedTape:
         Every rank passes the same sources, and the same of them are unconnected (None).
 
         Args:
-            use_generic_names: part of Horovod's interface; operation names never depend on those of variables.
+            use_generic_names: part of Horovod's interface; operation names never depend on variable names.
 
         Raises:
             MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.

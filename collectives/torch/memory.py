@@ -32,7 +32,7 @@ def empty(
     Args:
         size: the dimensions, each by itself or as one sequence.
         dtype: torch's default dtype if it is None; any of torch's, bfloat16 included.
-        device: the CPU, which is also the default, whatever torch's default device is.
+        device: the CPU, which is also the default even if torch's default device is another.
         requires_grad: whether autograd records operations on it.
 
     Returns:
@@ -75,7 +75,7 @@ def empty_like(
 ) -> torch.Tensor:
     """An uninitialised tensor with the shape and dtype of another one, in memory that peers can map.
 
-    Unlike ``torch.empty_like`` it is contiguous whatever the strides of ``input``.
+    Unlike the result of ``torch.empty_like``, it is always contiguous.
 
     Args:
         input: a tensor on the CPU, or on any device if ``device`` is given.

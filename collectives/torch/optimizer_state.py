@@ -26,7 +26,7 @@ from collectives.worlds.runtime import global_process_set
 def broadcast_optimizer_state(
     optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Copy the root's optimizer state to every rank: that of each parameter, and the options of the parameter groups.
+    """Copy the root's optimizer state to every rank: the state of each parameter, and the options of the groups.
 
     No optimizer takes a step, and parameters and gradients stay as they are; but with ``COLLECTIVES_GRADIENTS=horovod``
     an optimizer without state gives parameters that require gradients and have none a gradient of zeros, as Horovod

@@ -26,12 +26,11 @@ from collectives.worlds.world import World
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation of inputs of shape (batch, channels, ...), whose statistics are those of the batches of all
-    ranks.
+    """Batch normalisation of inputs of shape (batch, channels, ...), with statistics over the batches of all ranks.
 
-    In training every rank calls it, and goes backward through it, in the same order. Evaluation is ordinary, and so is
-    training on one rank. Gradients of weight and bias are those of the rank's own batch: `DistributedOptimizer`
-    combines them with all others.
+    In training every rank calls it, and goes backward through it, in the same order. Evaluation, and training on one
+    rank, are those of ordinary batch normalisation. The gradients of weight and bias cover this rank's batch alone:
+    `DistributedOptimizer` combines them over the ranks.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as for `torch.nn.BatchNorm2d`.
@@ -115,9 +114,9 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: Any, process_set: ProcessSet | None = None) -> torch.nn.Module:
-        """Replace every batch normalisation in a module, of whatever dimension, by this one.
+        """Replace every batch normalisation in a module, of any dimension, by this one.
 
-        Parameters and buffers are those of the replaced layers: convert before or after making the optimizer.
+        The new layers keep the parameters and buffers of the old ones: convert before or after making the optimizer.
 
         Args:
             module: changed in place; a layer that is used in several places stays one.

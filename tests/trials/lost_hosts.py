@@ -231,7 +231,7 @@ def _judge(plan: Plan, rank: int, lost: Sequence[int], begun: float, told: dict[
         return f"raised {error}: {text}" if error else ""
     if error != RankFailedError.__name__:
         return f"ended with {error}: {text}"
-    named = re.search(r"^rank \d+: (?:waits for )?rank (\d+)\b", text)
+    named = re.search(r"^rank \d+: rank (\d+)\b", text)
     # A rank that was stopped, or is cut off, finds that it has lost the others.
     right = lost if rank not in lost else [other for other in range(len(plan.hosts)) if other not in lost]
     if named is None or int(named[1]) not in right:

@@ -366,7 +366,7 @@ def test_what_needs_every_rank_is_refused_once_one_has_joined() -> None:
             refused, carried_out = operation("rooted", root=0), operation(None)
             rank.submit(refused, carried_out)
             rank.until(rank.is_idle)
-            assert "the root, rank 3, has joined" in str(refused.error) and carried_out.error is None
+            assert "the root, rank 3, has called join()" in str(refused.error) and carried_out.error is None
             rank.coordinator.begin_join(joining)
         rank.until(lambda: joining.done)
         assert rank.submissions.unnamed == 1 and rank.context.carried_out == [0]

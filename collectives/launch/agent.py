@@ -24,7 +24,6 @@ kills a rank that is stopped for too long: peers on its host, who share memory w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -285,14 +284,22 @@ def die_with_parent() -> Callable[[], None]:
     """Return a function for a forked child: the kernel sends it SIGTERM when this process dies (Linux)."""
     if sys.platform != "linux":
         return lambda: None
-    control = ctypes.CDLL(None).prctl
+    control = _prctl()
     return lambda: control(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0) and None
 
 
 def adopt_orphans(adopt: bool = True) -> None:
     """Become the parent of descendants whose parent dies, so that they can be found (Linux); or no longer."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+        _prctl()(_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def _prctl() -> Any:
+    # Imported when the launcher has opened its closed standard streams: from version 3.5 on, libffi opens its own file
+    # when it is loaded, and keeps the lowest free number, which would be that of a closed stream.
+    import ctypes
+
+    return ctypes.CDLL(None).prctl
 
 
 def end_descendants(

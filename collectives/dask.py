@@ -187,8 +187,7 @@ def _here() -> tuple[tuple[str, int], Site]:
 
 def _call(variables: Mapping[str, str], function: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
     """On a worker: be a rank."""
-    with hosted_ranks.as_rank(variables):
-        return hosted_ranks.call(function, args, kwargs)
+    return hosted_ranks.as_rank(variables, hosted_ranks.call, function, args, kwargs)
 
 
 def _outcome(future: Any, rank: int, site: Site, alive: bool) -> Outcome | None:

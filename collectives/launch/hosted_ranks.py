@@ -17,24 +17,25 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError, is_consequence
+from collectives.base.exclusion import Lock, attempted, exclusively
 from collectives.launch import records
 from collectives.launch.agent import free_port
 from collectives.launch.records import Record
 from collectives.transport.tcp import network
 from collectives.worlds import runtime
 
+Result = TypeVar("Result")
 _KEY_BYTES = 32
 _FREE_WITHIN = 60.0
-_one_call = threading.Lock()
+_one_call: Lock = threading.RLock()
 """Held while this process is a rank: its place is in its environment, and a call that was given up may still run."""
 _rank_thread = 0
 """The thread that holds it, while it may be interrupted; changed under `_guard`."""
-_guard = threading.Lock()
+_guard: Lock = threading.RLock()
 
 
 class Site(NamedTuple):
@@ -117,35 +118,56 @@ def _of_place(place: Mapping[str, int], name: str, torchs_port: str) -> dict[str
     }
 
 
-@contextmanager
-def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
-    """Be a rank for the time of the body, at whose end this process leaves the others and forgets its place.
+def as_rank(variables: Mapping[str, str], act: Callable[..., Result], *arguments: Any) -> Result:
+    """Return ``act(*arguments)``, called as a rank: at its end this process leaves the others and forgets its place.
 
     Raises:
         CollectiveTimeoutError: another thread of this process is a rank, and does not end.
     """
-    if not _one_call.acquire(timeout=_FREE_WITHIN):
+    returned: list[Result] = []
+    if not attempted(_one_call, _FREE_WITHIN, _take_place, variables, lambda: returned.append(act(*arguments))):
         raise CollectiveTimeoutError(
             f"process {os.getpid()} on {socket.gethostname()} is still rank {os.environ.get('COLLECTIVES_RANK')} of "
             f"an earlier call, whose function did not return within {_FREE_WITHIN:g} s; restart that process [L79]"
         )
+    return returned[0]
+
+
+def _take_place(variables: Mapping[str, str], act: Callable[[], object]) -> bool:
     global _rank_thread
+    before = {name: os.environ.get(name) for name in variables}
     try:
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        _rank_thread = threading.get_ident()
         try:
-            yield
+            os.environ.update(variables)
+            _rank_thread = threading.get_ident()
+            act()
         finally:
-            with _guard:
-                _raise_in(_rank_thread, None)
-                _rank_thread = 0
-            try:
-                runtime.shutdown()
-            finally:
-                _restore(before)
+            _leave_place(before)
     finally:
-        _one_call.release()
+        _leave_place(before)  # once more: `give_up`, or a signal handler, may have interrupted it
+    return True
+
+
+def _leave_place(before: Mapping[str, str | None]) -> None:
+    exclusively(_guard, _be_out_of_reach)
+    try:
+        runtime.shutdown()
+    finally:
+        _restore(before)
+
+
+def _be_out_of_reach() -> None:
+    """Have `give_up` raise nothing any more in this thread."""
+    global _rank_thread
+    if _rank_thread:
+        try:
+            # Takes the place of an error that has not come yet. Taking that back, by a null pointer, has Python 3.11
+            # look for it forever: the next function that is traced does not return.
+            _raise_in(_rank_thread)
+            while True:
+                pass
+        except RankFailedError:
+            _rank_thread = 0
 
 
 def _restore(variables: Mapping[str, str | None]) -> None:
@@ -160,19 +182,21 @@ def _restore(variables: Mapping[str, str | None]) -> None:
 def give_up(key: str, why: str) -> None:
     """Have a call end that runs in another thread of this process, if it is of the job with this key: its collectives
     raise; so does `init`, and before it the function itself, when it returns from C."""
-    with _guard:
-        if not _rank_thread or os.environ.get("COLLECTIVES_KEY") != key:
-            return
-        if runtime.is_initialized():
-            runtime.world().fail(why)
-        else:
-            _raise_in(_rank_thread, RankFailedError)
+    exclusively(_guard, _give_up, key, why)
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in another thread; None: take back one that it has not met yet."""
-    raised = ctypes.py_object(error) if error is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+def _give_up(key: str, why: str) -> None:
+    if not _rank_thread or os.environ.get("COLLECTIVES_KEY") != key:
+        return
+    if runtime.is_initialized():
+        runtime.world().fail(why)
+    else:
+        _raise_in(_rank_thread)
+
+
+def _raise_in(thread: int) -> None:
+    """Raise a `RankFailedError` in a thread, once: in place of one that has not come yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(RankFailedError))
 
 
 def call(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Outcome:

@@ -96,13 +96,11 @@ class _Task:
         context = BarrierTaskContext.get()
         number = context.partitionId()
         address = context.getTaskInfos()[number].address.rpartition(":")[0]
-        with hosted_ranks.as_rank(self._variables):  # which may name a network interface
-            site = hosted_ranks.here(address)
+        site = hosted_ranks.as_rank(self._variables, hosted_ranks.here, address)  # they may name a network interface
         said = context.allGather(json.dumps(site))  # each exchange takes Spark a second
         sites = [Site(host, name, at, tuple(ports)) for host, name, at, ports in map(json.loads, said)]
         place = {**hosted_ranks.arrange(sites)[number], "COLLECTIVES_KEY": self._key}
-        with hosted_ranks.as_rank({**self._variables, **place}):
-            outcome = hosted_ranks.call(self._pickled)
+        outcome = hosted_ranks.as_rank({**self._variables, **place}, hosted_ranks.call, self._pickled)
         if outcome.failure is not None and not outcome.failure.consequence:
             hosted_ranks.results([outcome], "collectives.spark.run")  # raises, and Spark ends the other tasks
         yield int(place["COLLECTIVES_RANK"]), outcome

@@ -30,8 +30,7 @@ def keep(connection: Connection) -> None:
     connection.send(hosted_ranks.here())
     while (job := connection.recv()) is not None:
         variables, culprit = job
-        with hosted_ranks.as_rank(variables):
-            outcome = hosted_ranks.call(summed, (culprit,))
+        outcome = hosted_ranks.as_rank(variables, hosted_ranks.call, summed, (culprit,))
         connection.send((outcome, "COLLECTIVES_RANK" in os.environ))
 
 

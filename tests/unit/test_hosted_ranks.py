@@ -1,11 +1,17 @@
 """Places of ranks in processes that another system starts."""
 
+import itertools
 import os
+import threading
 
 import pytest
 
+from collectives.base import exclusion
+from collectives.base.errors import CollectiveTimeoutError
+from collectives.launch import hosted_ranks
 from collectives.launch.hosted_ranks import Site, arrange, as_rank
 from collectives.worlds import runtime
+from tests.support.interrupting import interrupted
 
 PORTS = (1000, 1001)
 
@@ -43,6 +49,36 @@ def test_a_place_is_forgotten_also_where_leaving_fails(monkeypatch: pytest.Monke
     monkeypatch.setattr(runtime, "shutdown", fail)
     monkeypatch.setenv("COLLECTIVES_SIZE", "7")
     for _ in range(2):  # the second time too: the first one has let go
-        with pytest.raises(MemoryError, match="as asked"), as_rank({"COLLECTIVES_RANK": "3", "COLLECTIVES_SIZE": "4"}):
-            assert os.environ["COLLECTIVES_RANK"] == "3"
+        with pytest.raises(MemoryError, match="as asked"):
+            as_rank({"COLLECTIVES_RANK": "3", "COLLECTIVES_SIZE": "4"}, expect_rank, "3")
         assert "COLLECTIVES_RANK" not in os.environ and os.environ["COLLECTIVES_SIZE"] == "7"
+
+
+def expect_rank(rank: str) -> None:
+    assert os.environ["COLLECTIVES_RANK"] == rank
+
+
+def test_an_interrupt_at_any_instruction_leaves_no_place_and_no_lock() -> None:
+    """So does `give_up`, which raises in the thread of the rank."""
+    within = [hosted_ranks.__file__, exclusion.__file__]
+    for at in itertools.count(1):
+        if not interrupted(lambda: as_rank({"COLLECTIVES_RANK": "3"}, expect_rank, "3"), at, within):
+            break
+        assert "COLLECTIVES_RANK" not in os.environ and not hosted_ranks._rank_thread
+        assert not hosted_ranks._guard._is_owned() and not hosted_ranks._one_call._is_owned()
+    assert at > 100
+
+
+def test_a_process_is_one_rank_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosted_ranks, "_FREE_WITHIN", 0.01)
+    entered, leave = threading.Event(), threading.Event()
+    thread = threading.Thread(
+        target=as_rank, args=({"COLLECTIVES_RANK": "3"}, lambda: (entered.set(), leave.wait(60))), daemon=True
+    )
+    thread.start()
+    assert entered.wait(60)
+    with pytest.raises(CollectiveTimeoutError, match=r"is still rank 3 of an earlier call, .* \[L79\]"):
+        as_rank({"COLLECTIVES_RANK": "4"}, expect_rank, "4")
+    leave.set()
+    thread.join(60)
+    as_rank({"COLLECTIVES_RANK": "4"}, expect_rank, "4")

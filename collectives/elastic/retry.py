@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,8 +33,10 @@ from collectives.base.errors import (
     RecoverableError,
     in_words,
 )
+from collectives.base.exclusion import Lock, exclusively
 from collectives.base.options import ProcessSetLike
 from collectives.base.reduce_op import Op
+from collectives.base.wake_up import WakeUp
 from collectives.elastic.events import renew
 from collectives.worlds import generations, runtime
 from collectives.worlds.world import World
@@ -48,26 +51,41 @@ _FINISHED_WITHIN = 60.0
 Result = TypeVar("Result")
 
 
+class _Attempt:
+    """To carry out a step in one world, with its members."""
+
+    world: World
+    members: tuple[int, ...] = ()
+
+
 class Steps:
     """The steps of one training function. Those of different names may be carried out by several threads.
 
     Attributes:
         renewed: the function has been left after the generation had ended: it need not end again.
         retried: a step was carried out in a later generation than that in which the function began.
-        contributors: the members whose values are in the newest results; empty before the first step. At the same point
-            of their programs it is alike on all ranks, also on those that have not noticed a death yet.
     """
 
     def __init__(self) -> None:
         self.renewed = self.retried = False
-        self.contributors: tuple[int, ...] = ()
         self._left: Counter[str] = Counter()
+        self._contributed: dict[str, tuple[int, ...]] = {}
+        """By name: the members whose values are in the newest result."""
         self._left_elsewhere: Counter[str] = Counter()
         """The most steps that any rank had left when the present generation began."""
-        self._changed = threading.Condition()
-        self._active = 0
-        self._renewing = False
+        self._changing: Lock = threading.RLock()
+        """Held while the generation changes, and by a step that begins, until it is in `_active`."""
+        self._active: set[_Attempt] = set()
+        self._ended = WakeUp()
+        """Set when an attempt ends, for the thread that holds `_changing`."""
         self._over = False
+
+    @property
+    def contributors(self) -> tuple[int, ...]:
+        """The members whose values are in the newest results; empty before the first step. At the same point of their
+        programs it is alike on all ranks, also on those that have not noticed a death yet."""
+        # Members only become fewer, and another thread may have noted a later step.
+        return min(self._contributed.copy().values(), key=len, default=())
 
     def carry_out(
         self,
@@ -92,23 +110,17 @@ class Steps:
             RecoverableError: ranks have died, and the others cannot carry out the step again; or as `check`.
         """
         while True:
-            world, members = self._begin(name)
-            left = False
+            attempt = _Attempt()
             try:
-                step(world)
-                if votes:
-                    vote(world, name)
-                left = True
-                return True
-            except (RecoverableError, NotInitializedError) as error:
-                failure = error
+                failure = self._try(attempt, name, step, votes)
             finally:
-                self._end(name, members, left)
-            self._renew(world, failure)
-            with self._changed:
-                if self._left_elsewhere[name] > self._left[name]:
-                    self._count(name, members)
-                    return False
+                self._end(attempt)  # once more: an interrupt may have come just before
+            if failure is None:
+                return True
+            exclusively(self._changing, self._renew, attempt.world, failure)
+            if self._left_elsewhere[name] > self._left[name]:
+                self._count(name, attempt.members)
+                return False
             restore()
 
     def reduce(self, name: str, reduce: Callable[[World], Result]) -> Result:
@@ -137,9 +149,7 @@ class Steps:
 
     def close(self) -> None:
         """End with the training function: steps that other threads are in fail, and are not carried out again."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._renewing)
-            self._over = True
+        exclusively(self._changing, setattr, self, "_over", True)
 
     def finish(self) -> None:
         """End the function on all ranks: one that has left the last step tells others so, if they fail in it. Who does
@@ -152,57 +162,62 @@ class Steps:
 
         self.carry_out(_FINISH, wait_for_others, votes=False)
 
-    def _begin(self, name: str) -> tuple[World, tuple[int, ...]]:
-        """The world in which a step is carried out, which does not change before its end, and its members."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._renewing)
-            self.check(name)
-            world, job = runtime.world(), generations.job()
-            self._active += 1
-            return world, job.members if job is not None else ()
+    def _try(
+        self, attempt: _Attempt, name: str, step: Callable[[World], object], votes: bool
+    ) -> RecoverableError | NotInitializedError | None:
+        """Carry out a step in the present world, and count it. Returns why that failed, where ranks may have died."""
+        try:
+            exclusively(self._changing, self._begin, attempt, name)
+            try:
+                step(attempt.world)
+                if votes:
+                    vote(attempt.world, name)
+            except (RecoverableError, NotInitializedError) as error:
+                return error
+            self._count(name, attempt.members)
+            return None
+        finally:
+            self._end(attempt)
 
-    def _end(self, name: str, members: tuple[int, ...], left: bool) -> None:
-        with self._changed:
-            if left:
-                self._count(name, members)
-            self._active -= 1
-            self._changed.notify_all()
+    def _begin(self, attempt: _Attempt, name: str) -> None:
+        """Set the world of an attempt, which does not change before its end."""
+        self.check(name)
+        attempt.world, job = runtime.world(), generations.job()
+        attempt.members = job.members if job is not None else ()
+        self._active.add(attempt)
+
+    def _end(self, attempt: _Attempt) -> None:
+        self._active.discard(attempt)
+        self._ended.set()
 
     def _count(self, name: str, members: tuple[int, ...]) -> None:
         """Note that a step is complete, with these members' values."""
+        self._contributed[name] = members
         self._left[name] += 1
-        # Members only become fewer, and another thread may have noted a later step.
-        self.contributors = min(members, self.contributors or members, key=len)
 
     def _renew(self, ended: World, error: CollectivesError) -> None:
         """Leave a world for the next one, unless another thread has done so."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._renewing)
-            if self.renewed or self._over or not (isinstance(error, RecoverableError) or ended.failure is not None):
+        if self.renewed or self._over or not (isinstance(error, RecoverableError) or ended.failure is not None):
+            raise error
+        if runtime.default.world is not ended:
+            return
+        if ended.failure is None:
+            ended.fail(in_words(ended.rank, error))  # the steps of other threads end, too
+        end = time.monotonic() + _ENDED_WITHIN
+        while self._active:
+            self._ended.wait(max(0.0, end - time.monotonic()))
+            if time.monotonic() > end:
                 raise error
-            if runtime.default.world is not ended:
-                return
-            self._renewing = True
-        try:
-            if ended.failure is None:
-                ended.fail(in_words(ended.rank, error))  # the steps of other threads end, too
-            with self._changed:
-                if not self._changed.wait_for(lambda: not self._active, _ENDED_WITHIN):
-                    raise error
-                record = dict(self._left)
-            records = renew(error, record)
-            if None in records:
-                self.renewed = True
-                raise error
-            self._left_elsewhere = Counter()
-            for each in records:
-                self._left_elsewhere |= Counter(each)
-            self.retried = True
-            bound_sets()
-        finally:
-            with self._changed:
-                self._renewing = False
-                self._changed.notify_all()
+        records = renew(error, dict(self._left))
+        if None in records:
+            self.renewed = True
+            raise error
+        left_elsewhere: Counter[str] = Counter()
+        for each in records:
+            left_elsewhere |= Counter(each)
+        self._left_elsewhere = left_elsewhere
+        self.retried = True
+        bound_sets()
 
 
 def steps(

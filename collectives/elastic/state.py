@@ -40,8 +40,8 @@ class HostUpdateResult(IntFlag):
     mixed = 3
 
 
-class _HostMessages(queue.Queue[tuple[int, HostUpdateResult]]):
-    """The notices of this generation, as pairs of number and update."""
+class _HostMessages(queue.SimpleQueue[tuple[int, HostUpdateResult]]):
+    """The notices of this generation: number and update. No interrupt leaves it locked, as it may leave a Queue."""
 
     _newest = 0
 
@@ -67,7 +67,7 @@ class State:
     ) -> None:
         self._bcast_object = bcast_object or api.broadcast_object
         self._rank = get_rank or runtime.rank
-        self._host_messages: queue.Queue[tuple[int, HostUpdateResult]] = _HostMessages()
+        self._host_messages = _HostMessages()
         self._last_updated_timestamp = 0
         self._reset_callbacks: list[Callable[[], object]] = []
         self._commits = self._version = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 
 import collectives
 from collectives import elastic
+from collectives.base import exclusion, wake_up
 from collectives.base.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
@@ -27,6 +30,7 @@ from collectives.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectS
 from collectives.elastic.events import _listeners
 from collectives.elastic.shadow import Part
 from collectives.worlds import generations, runtime
+from tests.support.interrupting import interrupted
 
 
 class Played:
@@ -275,6 +279,34 @@ def test_a_step_has_the_world_in_which_it_has_begun(job: Played) -> None:
     assert worlds == [begun_in]
 
 
+def test_after_an_interrupt_at_any_instruction_other_threads_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lock is left held, and no attempt that a renewal would wait for."""
+    world = SimpleNamespace(failure="gone")
+    monkeypatch.setattr(runtime, "world", lambda: world)
+    monkeypatch.setattr(runtime.default, "world", world)
+    monkeypatch.setattr(retry, "bound_sets", lambda: None)
+    monkeypatch.setattr(retry, "renew", lambda error, record: [record])
+
+    def carry_out(steps: retry.Steps, name: str) -> None:
+        fail = failing(RankFailedError("gone"))
+        assert steps.carry_out(name, lambda world: fail(), votes=False)
+
+    def go_on(steps: retry.Steps) -> None:
+        carry_out(steps, "another")
+        steps.close()
+
+    within = [retry.__file__, exclusion.__file__, wake_up.__file__, threading.__file__]
+    for at in itertools.count(1):
+        steps = retry.Steps()
+        if not interrupted(lambda: carry_out(steps, "loss"), at, within):  # noqa: B023  # called at once
+            break
+        other = threading.Thread(target=go_on, args=(steps,), daemon=True)
+        other.start()
+        other.join(30)
+        assert not other.is_alive() and steps._left["another"] == 1
+    assert at > 100 and steps._left == {"loss": 1}
+
+
 @pytest.mark.parametrize(
     ("op", "scale", "retried"),
     [(Op.AVERAGE, 1.0, True), (Op.MAX, 49.0 * (1 / 49.0), True), (Op.SUM, 1.0, False), (Op.AVERAGE, 0.5, False)],
@@ -379,6 +411,17 @@ def test_updates_are_told_once_and_in_what_they_say(job: Played) -> None:
             state.commit()
         assert caught.value.skip_sync is only_removed
         state.check_host_updates()  # it has been told
+
+
+def test_an_interrupt_leaves_the_notices_to_be_read(job: Played) -> None:
+    for at in itertools.count(1):
+        notices: Any = ObjectState(epoch=0)._host_messages
+        if not interrupted(lambda: notices.put((at, 1)), at, [queue.__file__, threading.__file__]):  # noqa: B023
+            break
+        reader = threading.Thread(target=notices.empty, daemon=True)
+        reader.start()
+        reader.join(30)
+        assert not reader.is_alive()
 
 
 def test_horovods_way_to_tell_and_to_look(job: Played) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work as _Base
 
+from collectives.base.exclusion import Lock, attempted
 from collectives.c10d.profiling import Range
 from collectives.engine.handles import Handle
 from collectives.engine.messages.transfers import MessageHandle
@@ -56,7 +57,7 @@ class Work(_Base):
         self._timeout = timeout
         self._future: Any = None
         self._trigger: Any = None
-        self._settling = threading.Lock()
+        self._settling: Lock = threading.RLock()
         if _IS_DROPPED:
             _kept[id(self)] = self
             if len(_kept) > _MOST_KEPT:
@@ -117,13 +118,13 @@ class Work(_Base):
             devices = sorted({tensor.device for tensor in self.tensors if tensor.is_cuda}, key=str)
             self._trigger = torch.futures.Future(devices=devices or None)
             self._future = self._trigger.then(lambda _: self.result())
-            if self._handle is None or self._handle.done:
-                self._settle()  # here: torchft takes it that the future of a work that was waited for is complete
-            else:
+            if self._handle is not None and not self._handle.done:
                 # The engine completes a handle within its own call, where continuations could call no collective.
                 self._handle.add_done_callback(lambda _: continuations().submit(self._settle))
                 if torch._C._current_graph_task_id() >= 0:
                     torch.autograd.Variable._execution_engine.queue_callback(self._drive)
+        if self._handle is None or self._handle.done:
+            self._settle()  # here: torchft takes it that the future of a work that was waited for is complete
         return self._future
 
     def get_future_result(self) -> Any:
@@ -142,8 +143,12 @@ class Work(_Base):
                 raise
 
     def _settle(self) -> None:
-        """Complete the future, if there is one; once."""
-        if self._trigger is not None and self._settling.acquire(blocking=False):
+        """Complete the future, if there is one, unless another thread does."""
+        if self._trigger is not None:
+            attempted(self._settling, 0.0, self._complete)
+
+    def _complete(self) -> None:
+        if not self._trigger.done():
             self._trigger.set_result(None)
 
 

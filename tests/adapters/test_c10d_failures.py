@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,9 @@ from mpi4py import MPI  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from collectives.base.errors import CollectiveTimeoutError, MismatchError, NotInitializedError, RankFailedError  # noqa: E402
+from collectives.c10d import work as c10d_work  # noqa: E402
 from tests.adapters.c10d_ranks import default_group, rank, size  # noqa: E402
+from tests.support.interrupting import interrupted  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -318,3 +321,12 @@ def test_an_abort_ends_what_the_others_wait_for() -> None:
         assert isinstance(group.errored(), RankFailedError)
     assert group.errored() is not None
     dist.destroy_process_group(group)
+
+
+def test_the_future_of_a_complete_work_is_complete_wherever_an_interrupt_comes() -> None:
+    for at in itertools.count(1):
+        work = c10d_work.Work([torch.ones(5)])
+        if not interrupted(work.get_future, at, [c10d_work.__file__]):
+            break
+        assert work.get_future().done()
+    assert at > 20

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work as _Base
 
+from collectives.base import interrupts
 from collectives.base.exclusion import Lock, attempted
 from collectives.c10d.profiling import Range
 from collectives.engine.handles import Handle
@@ -120,7 +121,7 @@ class Work(_Base):
             self._future = self._trigger.then(lambda _: self.result())
             if self._handle is not None and not self._handle.done:
                 # The engine completes a handle within its own call, where continuations could call no collective.
-                self._handle.add_done_callback(lambda _: continuations().submit(self._settle))
+                self._handle.add_done_callback(lambda _: self._settle_elsewhere())
                 if torch._C._current_graph_task_id() >= 0:
                     torch.autograd.Variable._execution_engine.queue_callback(self._drive)
         if self._handle is None or self._handle.done:
@@ -146,6 +147,10 @@ class Work(_Base):
         """Complete the future, if there is one, unless another thread does."""
         if self._trigger is not None:
             attempted(self._settling, 0.0, self._complete)
+
+    def _settle_elsewhere(self) -> None:
+        with interrupts.deferred():  # one could leave the executor's locks held
+            continuations().submit(self._settle)
 
     def _complete(self) -> None:
         if not self._trigger.done():

@@ -69,15 +69,19 @@ def uncoded() -> list[str]:
 def pages() -> dict[str, str]:
     """The Markdown of the pages, by their paths in the site: one for each family, and ``errors/index.md``.
 
-    The anchor of a code is above the cause and the cure.
+    The heading above the cause and the cure has the codes: their anchors are there, and a search finds it first.
     """
     by_code = {message.code: message for message in messages()}
     texts = {page: error_codes.introduction(page) for page in error_codes.pages()}
     titles = {page: text.partition("\n")[0].removeprefix("# ") for page, text in texts.items()}
     rows = []
     for situation in situations():
-        anchors = "".join(f'<span id="{code}"></span>' for code in situation.codes)
-        texts[situation.page] += f"{anchors}\n\n## {situation.title}\n\n{situation.body}\n\n"
+        head, *others = situation.codes
+        listed = " ".join([head, *(f'<span id="{code}">{code}</span>' for code in others)])
+        texts[situation.page] += (
+            f'## {situation.title} <small>{listed}</small> {{ #{head} data-toc-label="{situation.title}" }}\n\n'
+            f"{situation.body}\n\n"
+        )
         for message in (by_code[code] for code in situation.codes):
             kind = f" `{message.kind}`" if message.kind else ""
             texts[situation.page] += (

@@ -34,13 +34,15 @@ def test_the_pages_list_every_code() -> None:
     pages = codes.pages()
     for message in error_codes.messages():
         assert pages["errors/index.md"].count(f"#{message.code}){{ #{message.code} }}") == 1
-        assert sum(page.count(f'<span id="{message.code}"></span>') for page in pages.values()) == 1
+        anchors = (f'<span id="{message.code}">', f"</small> {{ #{message.code} ")
+        assert sum(page.count(anchor) for page in pages.values() for anchor in anchors) == 1
 
 
-def test_the_link_of_a_code_leads_above_its_cause_and_cure() -> None:
+def test_the_link_of_a_code_leads_to_the_heading_above_its_cause_and_cure() -> None:
     page = codes.pages()["troubleshooting/mismatches.md"]
-    place = page.index('<span id="M3">')
-    assert place < page.index("## The ranks disagree in a call") < page.index("*Cause.* ", place) < page.index("**M3**")
+    (heading,) = [line for line in page.splitlines() if "## The ranks disagree in a call" in line]
+    assert "{ #M1 " in heading and '<span id="M3">M3</span>' in heading
+    assert page.index(heading) < page.index("*Cause.* ", page.index(heading)) < page.index("**M3**")
 
 
 def test_the_messages_of_other_libraries_lead_to_codes_that_exist() -> None:

@@ -102,9 +102,9 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     )
     launcher = parser.add_argument("--launcher", choices=("mpi", "ssh", "batch"))
     launcher.help = (
-        "how to start the ranks: mpi (by mpirun), ssh (by this program, on other hosts by ssh), or batch (on other "
-        "hosts by Slurm, LSF or PBS; default: mpi where mpirun and mpi4py are installed, else batch in a job of these, "
-        "else ssh)"
+        "how to start the ranks: mpi (by mpirun), ssh (by this program, with ssh for other hosts) or batch (by this "
+        "program, with Slurm, LSF or PBS for other hosts). Default: mpi where mpirun and mpi4py are installed; else "
+        "batch in a job of Slurm, LSF or PBS; else ssh"
     )
     parser.add_argument("--mpi", dest="launcher", action="store_const", const="mpi", help="same as --launcher mpi")
     parser.add_argument("--gloo", dest="launcher", action="store_const", const="ssh", help="same as --launcher ssh")

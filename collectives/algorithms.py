@@ -1,4 +1,4 @@
-"""Algorithms of the program's own: schedules that are proved when they are registered."""
+"""Users' own algorithms: schedules that are proved when they are registered."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ def register_algorithm(
     sizes: Collection[int] | None = None,
     spans_hosts: bool = False,
 ) -> None:
-    """Add an algorithm of your own, which ``algorithm=name`` and ``COLLECTIVES_ALGORITHM`` then choose.
+    """Add your own algorithm. Choose it with ``algorithm=name`` or ``COLLECTIVES_ALGORITHM``.
 
-    Proved before it is added, for every number of ranks that it serves: each contribution arrives exactly once, every
-    send meets its receive, all ranks of an all-reduce get the same bits; and its accesses to shared memory are searched
-    for races. Every rank registers the same one, before or after ``init()``; a difference is an error on all ranks of
-    the first call. Registering the same algorithm again has no effect.
+    The algorithm is proved before it is added, for every number of ranks in ``sizes``: each contribution arrives exactly
+    once, every send meets its receive, all ranks of an all-reduce get the same bits, and accesses to shared memory have
+    no races. Every rank registers the same algorithm, before or after ``init()``. If the algorithms differ, the first
+    call raises an error on all ranks. Registering the same algorithm again has no effect.
 
     Args:
         collective: "allreduce", "reducescatter", "allgather", "broadcast" or "alltoall".
-        name: a new name; the same for several collectives if need be.
-        build: ``build(rank, size)`` returns a rank's rounds, each a sequence of the steps of `collectives.schedules`:
-            ``send``, ``receive``, ``reduce`` and ``copy``, over chunks. A reduce-scatter and an allgather have a chunk
-            for each rank, an all-to-all has chunk i * N + j from rank i to rank j, the others as many as you use. Rank
-            0 is a broadcast's root; other roots are rank 0 renamed.
-        sizes: the numbers of ranks that it serves; 2 to 64 by default. One rank is always served.
-        spans_hosts: an all-reduce whose function takes ``(rank, size, width)`` for hosts of ``width`` ranks each, that
-            of rank r being r // width. It is proved for every ``width`` that divides a size.
+        name: a new name. Several collectives may use the same name.
+        build: ``build(rank, size)`` returns the rounds of a rank. A round is a sequence of steps from
+            `collectives.schedules`: ``send``, ``receive``, ``reduce`` and ``copy``, over chunks. A reduce-scatter and
+            an allgather have one chunk for each rank. An all-to-all has chunk i * N + j from rank i to rank j. The
+            others have as many chunks as you use. Write a broadcast for root 0; for other roots, ranks are renamed.
+        sizes: the numbers of ranks that the algorithm supports; 2 to 64 by default. One rank always works.
+        spans_hosts: True for an all-reduce whose ``build`` takes ``(rank, size, width)``: each host has ``width``
+            ranks, and rank r is on host r // width. It is proved for every ``width`` that divides a size.
 
     Raises:
-        InvalidArgumentError: the algorithm is wrong, and the message has the counterexample: size, round, rank, chunk;
-            or the name is taken.
+        InvalidArgumentError: the algorithm is wrong, or the name is taken. The message for a wrong algorithm has a
+            counterexample: size, round, rank, chunk.
 
     Example:
         >>> from collectives.schedules import receive, reduce, send

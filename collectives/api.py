@@ -1,11 +1,11 @@
-"""The functions that users call: the operations of the default world, or of a process set's.
+"""The functions that users call: operations of the default world, or of a process set.
 
 An operation is in flight from its submission until it is complete. While it writes memory, no other operation may read
-or write that memory, even under another name, in another process set or through another view. Such a call raises an
-InvalidArgumentError that names both operations, and the other ranks get a MismatchError. Operations may share memory
-that they only read, and broadcasts from the same root may share the memory that they write.
+or write that memory, even under another name, in another process set or through another view. A call that does so
+raises an InvalidArgumentError that names both operations, and the other ranks get a MismatchError. Operations may share
+memory that they only read, and broadcasts from the same root may share the memory that they write.
 
-`allreduce` documents the keywords and the errors that all functions share.
+`allreduce` documents the keywords and errors that all functions share.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ Average, Sum, Min, Max, Product, Adasum = Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op
 
 
 def _world(options: RarerCallOptions) -> World:
-    """The world of a call; takes ``process_set`` out of its keywords."""
+    """The world of a call. Removes ``process_set`` from the keywords."""
     process_set = options.pop("process_set", None) if options else None
     return default.world or world() if process_set is None else world_of(process_set)
 
 
 def of_default(method: Callable[Concatenate[Any, Parameters], Result]) -> Callable[Parameters, Result]:
-    """The function of the default world, or of a process set's, that is named for a method of worlds."""
+    """A function that calls ``method`` on the default world, or on the world of a process set."""
     signature, name = inspect.signature(method), method.__name__
     _, *parameters = signature.parameters.values()
     ranks = [(at, each.name) for at, each in enumerate(parameters) if each.name in ("root_rank", "dst", "src")]
@@ -78,7 +78,7 @@ def of_default(method: Callable[Concatenate[Any, Parameters], Result]) -> Callab
             raise TypeError(f"{name}() {misfit}") from None
 
     def _misfit(arguments: tuple[Any, ...], options: dict[str, Any]) -> str | None:
-        """Why arguments do not fit the function, whose name the error of a method does not have."""
+        """Why the arguments do not fit the function. The error of the method does not name the function."""
         try:
             named = {keyword: value for keyword, value in options.items() if keyword in signature.parameters}
             signature.replace(parameters=parameters).bind(*arguments, **named)
@@ -100,7 +100,7 @@ _ACCEPTED: dict[str, type[Any]] = {
     f"Unpack[{accepted.__name__}]": accepted
     for accepted in (CallOptions, ScaleOptions, ReduceOptions, MessageOptions, IreceiveOptions, ReceiveOptions)
 }
-"""The keywords of a function, by the annotation of its ``**options``."""
+"""The keywords of a function, keyed by the annotation of its ``**options``."""
 
 
 @spelled_out(ReduceOptions)
@@ -120,36 +120,39 @@ def allreduce(
         tensor: equal shape and dtype on every rank: a NumPy array or scalar, a number, anything on the CPU with the
             buffer protocol, ``__array_interface__`` or DLPack, or anything on an NVIDIA GPU with DLPack or
             ``__cuda_array_interface__`` (CuPy, torch, JAX, ...). Left unchanged.
-        average: instead of ``op``: True for Average, False for Sum. Only one of the two may be given.
+        average: instead of ``op``: True for Average, False for Sum. Pass only one of the two.
         op: Average (the default), Sum, Min, Max, Product, or Adasum (see `collectives.engine.adasum`).
         name: matches the ranks' calls. Operations with different names may be called in any order; calls without a
             name are matched by their order.
-        prescale_factor, postscale_factor: factors for each rank's tensor before the reduction, and for the result.
+        prescale_factor: multiplies each rank's tensor before the reduction.
+        postscale_factor: multiplies the result.
         compression: `Compression.fp16` or ``bf16``, the dtype in which float32 and float64 are sent; or any object with
             ``compress`` and ``decompress``.
         process_set: the ranks that take part; all by default.
-        parts: the number of parts of all ranks together. Along its first dimension, the tensor holds this rank's share
-            of them, divided as `numpy.array_split` does. The result has the shape of one part, and is the same on any
-            number of ranks. Needs ``algorithm="reproducible"`` and host memory.
+        parts: the number of parts of all ranks together. The first dimension of the tensor holds this rank's share of
+            the parts, divided as `numpy.array_split` divides. The result has the shape of one part, and is the same on
+            any number of ranks. Needs ``algorithm="reproducible"`` and host memory.
         algorithm: "ring", "direct", "one-shot", "recursive-doubling", "hierarchical", "inline", "native" or
             "reproducible"; chosen by default. "reproducible" selects one that adds in a fixed order, so that the result
             has the same bits over every transport (docs/reproducible.md).
-        transport: "window", "direct-read", or messages, "mpi" (or "tcp", where TCP carries them), for the ranks of one
-            host; of GPU tensors "cuda-ipc", "nccl" or "host"; chosen by default.
+        transport: for ranks of one host, "window", "direct-read", or messages: "mpi", or "tcp" if TCP carries them. For
+            GPU tensors, "cuda-ipc", "nccl" or "host". Chosen by default.
         stream: the CUDA stream of a GPU tensor; the framework's current one by default. The tensor is read after the
             work already on the stream, and the result is ready for work added later. No synchronisation is needed.
 
     Returns:
         A new tensor of the caller's type, shape and dtype. float16 and bfloat16 are combined in float32 and rounded in
-        every step; their average keeps a mean in every step instead of a sum, so that it stays finite if the result
-        fits. Integer averages truncate toward zero; integers wrap on overflow. For bool, Sum and Max mean "or";
-        Product, Min and Average mean "and".
+        every step. Their average keeps a mean instead of a sum in every step, so it stays finite if the result fits.
+        Integer averages truncate toward zero. Integers wrap on overflow. For bool, Sum and Max mean "or"; Product, Min
+        and Average mean "and".
 
     Raises:
-        NotInitializedError, InvalidTypeError, InvalidArgumentError, TypeError: an argument that no rank can accept;
-            both ``average`` and ``op``; no such keyword.
-        MismatchError: the ranks' requests differ; raised on every rank; no tensor was changed.
-        RankFailedError, CollectiveTimeoutError: another rank failed, or did not make the call.
+        NotInitializedError: the world is not initialized, or was shut down.
+        InvalidTypeError, InvalidArgumentError: an argument is invalid, or both ``average`` and ``op`` are given.
+        TypeError: there is no such keyword.
+        MismatchError: the requests of the ranks differ. Every rank raises it, and no tensor has changed.
+        RankFailedError: another rank failed.
+        CollectiveTimeoutError: another rank did not make the call in time.
 
     Example:
         >>> hvd.allreduce(np.array([hvd.rank(), 4.0]))
@@ -173,7 +176,8 @@ def allreduce_(
 ) -> Tensor:
     """`allreduce` in place: the result replaces the tensor's elements, in any writable memory layout.
 
-    Returns the tensor itself. After a mismatch it is unchanged; after a failure in mid-call it is undefined.
+    Returns the tensor itself. After a mismatch its elements are unchanged; after a failure during the call they are
+    undefined.
 
     Raises:
         InvalidArgumentError: the tensor is read-only, or its elements overlap.
@@ -199,11 +203,11 @@ def allreduce_async_(
     name: str | None = None,
     **rarer: Unpack[RarerReduceOptions],
 ) -> Handle[Tensor]:
-    """Begin an `allreduce_` and return at once; the tensor may not be used until it is done.
+    """Start an `allreduce_` and return at once. Do not use the tensor until the operation is complete.
 
     Raises:
-        InvalidArgumentError: as `allreduce_async`; or an operation in flight reads or writes this tensor's memory:
-            synchronize that operation first, or pass a copy to one of the two.
+        InvalidArgumentError: for the reasons of `allreduce_async`, or because an operation in flight reads or writes
+            this tensor's memory. Synchronize that operation first, or pass a copy to one of the two.
 
     Example:
         >>> hvd.allreduce_async_(np.array([hvd.rank(), 4.0])).wait()
@@ -254,7 +258,7 @@ alltoall_init = of_default(PersistentInit.alltoall_init)
 
 
 def barrier(*, process_set: ProcessSet | None = None) -> None:
-    """Return when every rank has called it.
+    """Wait until every rank has called `barrier`.
 
     Example:
         >>> hvd.barrier()
@@ -265,7 +269,7 @@ def barrier(*, process_set: ProcessSet | None = None) -> None:
 def broadcast_object(
     value: Tensor, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Tensor:
-    """Give every rank the root's (picklable) object; those of other ranks are ignored. The root gets its own back.
+    """Send the root's picklable object to every rank. Objects of other ranks are ignored. The root gets its own back.
 
     Example:
         >>> hvd.broadcast_object({"from": hvd.rank()}, root_rank=1)
@@ -275,7 +279,7 @@ def broadcast_object(
 
 
 def allgather_object(value: Tensor, *, name: str | None = None, process_set: ProcessSet | None = None) -> list[Tensor]:
-    """Give every rank every rank's (picklable) object, as a list in rank order.
+    """Gather one picklable object from each rank. Every rank gets the list, in rank order.
 
     Example:
         >>> hvd.allgather_object({"rank": hvd.rank()})
@@ -295,11 +299,11 @@ def synchronize(handle: Handle[Tensor], timeout: float | None = None) -> Tensor:
 
 
 def join(*, process_set: ProcessSet | None = None) -> int:
-    """Contribute neutral elements to the other ranks' operations until all ranks have joined; for a rank without data.
+    """Contribute neutral elements to the other ranks' operations until all ranks have joined. For ranks out of data.
 
     Neutral elements are zeros for a sum, and no rows for allgather and alltoall. Average still divides by the number of
     all ranks. A broadcast whose root has joined raises a MismatchError on the ranks that call it. Returns the last rank
-    to join; if several join at once, the highest of them.
+    that joined; if several joined at once, the highest of them.
 
     Example:
         >>> last = hvd.join()
@@ -308,13 +312,13 @@ def join(*, process_set: ProcessSet | None = None) -> int:
 
 
 def check_consistency(tensors: Any, *, process_set: ProcessSet | None = None) -> None:
-    """Compare tensors over the ranks by a hash of each.
+    """Check that tensors are equal on all ranks, by comparing a hash of each.
 
     Args:
-        tensors: a mapping of names to tensors, a sequence of them, or of pairs of name and tensor.
+        tensors: a mapping of names to tensors, a sequence of tensors, or a sequence of (name, tensor) pairs.
 
     Raises:
-        MismatchError: names the first tensor that differs, in what, and on which ranks.
+        MismatchError: a tensor differs. The message names the first one, what differs, and on which ranks.
 
     Example:
         >>> hvd.check_consistency({"weights": np.zeros(3)})
@@ -323,19 +327,20 @@ def check_consistency(tensors: Any, *, process_set: ProcessSet | None = None) ->
 
 
 def empty_cache(*, process_set: ProcessSet | None = None) -> int:
-    """Release memory that is held but not in use; every rank calls it.
+    """Release memory that is held but not in use. Every rank must call it.
 
-    On the host, this is the memory of dropped results and dropped arrays of `collectives.empty`, kept for reuse.
+    On the host, this releases the memory of deleted results and of deleted arrays from `collectives.empty`, which is
+    kept for reuse.
 
-    On GPUs, a rank maps the memory of its peers' tensors and keeps the mapping, so that memory which a peer has freed
-    stays allocated until it is unmapped. Memory that is used again is mapped again. The engine does the same by itself
-    when an allocation fails.
+    On GPUs, a rank maps the memory of its peers' tensors and keeps the mapping. Memory that a peer has freed therefore
+    stays allocated until it is unmapped. `empty_cache` unmaps it; memory that is used again is mapped again. The engine
+    does the same by itself when an allocation fails.
 
-    Call it after large tensors were dropped, before ``torch.cuda.empty_cache()`` or ``free_all_blocks()``. Each process
-    set has mappings of its own.
+    Call it after you delete large tensors, before ``torch.cuda.empty_cache()`` or ``free_all_blocks()``. Each process
+    set has its own mappings.
 
-    Returns the bytes of device memory that this rank has released: mappings of its peers' memory, and outgrown buffers
-    of its own. 0 where no GPU tensor was used.
+    Returns the bytes of device memory that this rank has released: mappings of peers' memory, and its own buffers that
+    had become too small. Returns 0 if no GPU tensor was used.
 
     Example:
         >>> hvd.empty_cache()

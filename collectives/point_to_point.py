@@ -1,10 +1,10 @@
 """Point-to-point messages, as users call them: from one rank to another, matched by source and tag.
 
-Messages from one rank to another with the same tag are received in the order in which they were sent. They are no
-operations of all ranks: they may be mixed freely with collectives, also with those in flight, and come from several
-threads. Tensors on GPUs pass through host memory.
+Messages between the same two ranks with the same tag arrive in the order in which they were sent. Only the two ranks
+take part, so messages may be mixed freely with collectives, including collectives in flight, and sent from several
+threads. GPU tensors pass through host memory.
 
-`send` and `recv` document the arguments and the errors that all functions share.
+`send` and `recv` document the arguments and errors that all functions share.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The public names of the package, which hands them on (see its ``__init__``), and which `docs/api.md` has by subject.
+"""The public names, which the package re-exports (see its ``__init__``). `docs/api.md` lists them by subject.
 
-`poll` and `synchronize`, which are methods of a handle, are in the package without being in ``__all__``.
+The package also has `poll` and `synchronize`, which are not in ``__all__``: they repeat methods of a handle.
 """
 # ruff: noqa: F403, F405  (``__all__`` is the list)
 

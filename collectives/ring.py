@@ -1,11 +1,11 @@
-"""The ring: every rank exchanges data with its two neighbours only, and every link carries the same load.
+"""The ring: each rank exchanges data with its two neighbours only, and each link carries the same load.
 
         0 ---> 1 ---> 2         in each round rank r sends one chunk to r + 1 and receives another from r - 1
         ^             |         (mod N); N ranks, N chunks, chunk c belongs to rank c
         +------ 3 <---+
 
-All-reduce is a reduce-scatter followed by an allgather. Below, four ranks contribute a, b, c and d; shown is the chunk
-that each rank receives in a round, with the contributions in it afterwards (all: a, b, c and d).
+All-reduce is a reduce-scatter followed by an allgather. Below, four ranks contribute a, b, c and d. The tables show the
+chunk that each rank receives in a round, and the contributions in the chunk afterwards (all: a, b, c and d).
 
     reduce-scatter: in round k rank r sends chunk r-k-1, and adds what it receives to its own chunk r-k-2
 
@@ -16,7 +16,7 @@ that each rank receives in a round, with the contributions in it afterwards (all
     rank 2    bc   .    .    .          .    .    .    abc        .    .    all  .
     rank 3    .    cd   .    .          bcd  .    .    .          .    .    .    all
 
-    Chunk c starts at rank c+1, goes around once and is complete at its own rank after N-1 = 3 rounds.
+    Chunk c starts at rank c+1, goes around once, and is complete at rank c after N-1 = 3 rounds.
 
     allgather: in round k (after the N-1 rounds above) rank r sends chunk r-k, and replaces chunk r-k-1
 
@@ -27,15 +27,15 @@ that each rank receives in a round, with the contributions in it afterwards (all
     rank 2    .    all  .    .          all  .    .    .          .    .    .    all
     rank 3    .    .    all  .          .    all  .    .          all  .    .    .
 
-Cost for N ranks and S bytes: 2(N-1) rounds of S/N bytes; each rank sends and receives 2(N-1)/N * S bytes, which is the
-minimum for an all-reduce. Reduce-scatter and allgather cost half of that each. (Direct exchange moves the same bytes in
+Cost for N ranks and S bytes: 2(N-1) rounds of S/N bytes. Each rank sends and receives 2(N-1)/N * S bytes, which is the
+minimum for an all-reduce. Reduce-scatter and allgather each cost half as much. (Direct exchange moves the same bytes in
 two rounds: `collectives.schedules.direct`.)
 
-From a schedule to the bytes: `schedules.schedule` defines the four steps; `plan.lowering` gives every value a place in
-memory and every exchange a wait; `plan.binder` makes a closure of each step and `plan.executor` runs them, segment by
-segment, rounds overlapping; `transport.host.shared_memory` (windows), `transport.host.direct_read` (process_vm_readv)
-and `transport.mpi.mpi_groups` (messages) move the bytes, `tensors.reduction` adds them. The tests prove the
-schedules (`schedules/proof/verify.py`).
+From a schedule to bytes: `schedules.schedule` defines the four steps. `plan.lowering` assigns memory to each value and
+a wait to each exchange. `plan.binder` turns each step into a closure. `plan.executor` runs the closures segment by
+segment, and rounds of different segments overlap. `transport.host.shared_memory` (windows),
+`transport.host.direct_read` (process_vm_readv) and `transport.mpi.mpi_groups` (messages) move the bytes;
+`tensors.reduction` adds them. The tests prove the schedules (`schedules/proof/verify.py`).
 
 Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
 Distrib. Comput. 69 (2009); made popular for deep learning by Baidu's allreduce (2017).
@@ -48,7 +48,7 @@ from collectives.schedules.schedule import Round, Schedule, copy, receive, reduc
 
 
 def allreduce(rank: int, size: int) -> Schedule:
-    """All-reduce of N chunks in 2(N-1) rounds. A chunk is summed along one path, so all ranks get the same bits."""
+    """All-reduce of N chunks in 2(N-1) rounds. Each chunk is summed along one path, so all ranks get the same bits."""
     rounds = (*_reduce_scatter(rank, size), *_allgather(rank, size)) if size > 1 else ((copy(rank, 0),),)
     return Schedule("allreduce", "ring", rank, size, size, rounds)
 
@@ -70,8 +70,8 @@ def allgather(rank: int, size: int) -> Schedule:
 def broadcast(rank: int, size: int, root: int) -> Schedule:
     """Broadcast along the chain root, root + 1, ...: one chunk, N-1 rounds; round k crosses the k-th link.
 
-    Cut into G segments whose rounds overlap, it takes N-2+G rounds of S/G bytes with every link busy: about the time of
-    S bytes on one link, whatever N is.
+    With G segments whose rounds overlap, it takes N-2+G rounds of S/G bytes, and every link is busy. That is about the
+    time of S bytes on one link, for any N.
     """
     place = (rank - root) % size
     rounds: list[Round] = []
@@ -86,7 +86,7 @@ def broadcast(rank: int, size: int, root: int) -> Schedule:
 
 
 def _reduce_scatter(rank: int, size: int) -> tuple[Round, ...]:
-    """N-1 rounds, after which rank r holds the sum of chunk r."""
+    """N-1 rounds. Afterwards rank r holds the sum of chunk r."""
     after, before = (rank + 1) % size, (rank - 1) % size
     return tuple(
         (send(after, (rank - k - 1) % size), reduce(before, (rank - k - 2) % size, count=k + 1))
@@ -95,7 +95,7 @@ def _reduce_scatter(rank: int, size: int) -> tuple[Round, ...]:
 
 
 def _allgather(rank: int, size: int) -> tuple[Round, ...]:
-    """N-1 rounds, which begin with chunk r on rank r."""
+    """N-1 rounds. Rank r starts with chunk r."""
     after, before = (rank + 1) % size, (rank - 1) % size
     return tuple((send(after, (rank - k) % size), receive(before, (rank - k - 1) % size)) for k in range(size - 1))
 

@@ -248,12 +248,20 @@ def joined(documents: dict[str, Any]) -> dict[str, Any]:
 
 PREFACE = """# Beside its peers
 
-One run of `python -m benchmarks.compare` on {when}: {machine}.
-In each process ours and the peer take turns call by call, as `benchmarks/README.md` describes. A table has our median
-in microseconds for tensors that the ranks map (`collectives.empty`, or results), and the median of the other's time
-divided by ours in the same round: above 1 ours is faster. "ours, private" are NumPy arrays as they come. More ranks
-than cores take turns on them. A call comes right after another contestant's, which costs small tensors more than their
-own time: those in a loop are under "small all-reduces back to back".
+Look up here, for every collective and size, which library is faster on one host, and by how much. The page begins with
+the cases that we lose.
+
+The figures are from one run of `python -m benchmarks.compare` on {when}: {machine}.
+In each process, collectives and the peer take turns call by call, as `benchmarks/README.md` describes.
+
+- Each table shows our median time in microseconds for mapped tensors: from `collectives.empty`, or earlier results.
+- Every other column is a ratio: the median of that contestant's time divided by ours in the same round. **Above 1, ours
+  is faster.**
+- "ours, private" is our own time for ordinary NumPy arrays.
+- Each call directly follows a call of another contestant, so the caches are cold, which costs small tensors more than
+  the call itself. "small all-reduces back to back" has their times in a loop;
+  [How fast](speed.md#one-call-several-figures) compares the figures.
+- If there are more ranks than cores, the ranks take turns on the cores.
 
 {versions}
 """

@@ -23,13 +23,16 @@ ENDS = ("launcher killed", "all die", "start")
 """Ways to end a whole job: its launcher is killed, or all ranks die. And a way to begin: one dies before it trains."""
 HOST_OFF, HOST_CUT = HOST_ENDS = ("host off", "host cut")
 """A host is switched off, or its cable pulled until its ranks have been declared dead; at the end of a job."""
-COLUMNS = ("user code", "blocking", "fused", "mapped", "persistent", "large", "commit", "forming", "transfer", "init")
-"""Where a rank dies: between operations; in an operation of a kind; in a commit; while the next generation forms; while
-the state is sent to newcomers; in `collectives.init`, as a newcomer. Large operations use direct reads, or TCP."""
+OPERATIONS = ("blocking", "fused", "mapped", "persistent", "large")
+SAVE_TO = "save_to"
+COLUMNS = ("user code", *OPERATIONS, "commit", SAVE_TO, "forming", "transfer", "init")
+"""Where a rank dies: between operations; in an operation of a kind; in a commit; while rank 0 writes the state's file;
+while the next generation forms; while the state is sent to newcomers; in `collectives.init`, as a newcomer. Large
+operations use direct reads, or TCP."""
 BUILDING = "building"
 """Where else a rank dies before it trains: between `collectives.init` and the training function."""
 GRADIENTS = "gradients"
-FRAMEWORK_COLUMNS = ("user code", GRADIENTS, "commit", "forming", "transfer", "init")
+FRAMEWORK_COLUMNS = ("user code", GRADIENTS, "commit", SAVE_TO, "forming", "transfer", "init")
 """Those of a training through a framework's optimizer, which combines gradients instead."""
 TRIGGERED = ("forming", "transfer", "init")
 """Columns that another rank's death leads to."""

@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.deaths import GRADIENTS, HOST_CUT, HOST_ENDS, HOST_OFF, STOPS, TRIGGERED, Death, Plan
+from benchmarks.chaos.deaths import GRADIENTS, HOST_CUT, HOST_ENDS, HOST_OFF, SAVE_TO, STOPS, TRIGGERED, Death, Plan
 from benchmarks.chaos.hosts import Hosts
-from benchmarks.chaos.rank import ARMED, STOP
+from benchmarks.chaos.rank import ARMED, FILE, STOP, written
 from benchmarks.chaos.training import NUMPY
+from collectives import InvalidArgumentError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PEER_TIMEOUT = 4.0
@@ -67,6 +68,7 @@ class Outcome:
         events: of the driver.
         problems: what was wrong so far.
         seconds: from the last death to the end of the job, where that ends it.
+        file: what the state's file has at the end; None: it is not looked at.
     """
 
     plan: Plan
@@ -77,6 +79,7 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     output: str = ""
     seconds: float = 0.0
+    file: Record | None = None
 
     def document(self) -> dict[str, Any]:
         """Everything, ready for ``json.dump``."""
@@ -187,7 +190,7 @@ class Job:
         least = self.least(death)
         generation = self.until(lambda: self.settled(least=least), f"{least} ranks train")
         members, first = generation["members"], NOBODY
-        victim = members[int(death.rank * len(members))]
+        victim = members[int(death.rank * len(members)) if death.column != SAVE_TO else 0]  # rank 0 writes the file
         if death.column in TRIGGERED:
             others = [member for member in members if member != victim]
             first = others[int(death.trigger * len(others))]
@@ -321,8 +324,18 @@ class Job:
         if self.plan.end == "launcher killed":
             self.outcome.seconds = time.time() - self.outcome.strikes[-1].time
         left = [f"process {number}: {_command(number)}" for number in processes]
+        if self.plan.end not in ("launcher killed", *HOST_ENDS):  # after which no commit comes that would remove drafts
+            left += map(str, self.folder.glob(f"{FILE}.*"))
         files = [name for name in {*os.listdir("/dev/shm")} - shared if name.startswith("collectives")]
         return left + [f"/dev/shm/{name}" for name in files if not _is_mapped(name)]
+
+    def read_file(self) -> None:
+        """Load the state's file."""
+        if self.plan.framework == NUMPY:
+            try:
+                self.outcome.file = written(self.folder)
+            except InvalidArgumentError as error:
+                self.outcome.problems.append(str(error))
 
     @contextlib.contextmanager
     def running(self, smallest: int = SMALLEST, places: str = "") -> Iterator[None]:

@@ -61,6 +61,7 @@ def problems(outcome: Outcome) -> list[str]:
         wrong += _code(outcome)
     wrong += _retried(outcome) if outcome.plan.retry else _generations(outcome)
     wrong += [text for strike in outcome.strikes for text in _named(outcome, strike)]
+    wrong += _file(outcome)
     for member, records in outcome.records.items():
         for record in records:
             if record["what"] == "wrong":
@@ -83,6 +84,20 @@ def _code(outcome: Outcome) -> list[str]:
         named = "" if outcome.plan.by_hand else "was killed by signal 9"  # nobody is left who could say it
         return wrong + ([] if named in outcome.output else [f"the output does not say: {named!r}"])
     return [f"exit code {code}"] if code else []
+
+
+def _file(outcome: Outcome) -> list[str]:
+    """Check that the state's file has a commit, and the last one where the job was done."""
+    file, records = outcome.file, [record for records in outcome.records.values() for record in records]
+    if file is None:
+        return []
+    kind = "saved" if outcome.code else "done"
+    possible = {(record["step"], *record["numbers"]) for record in records if record["what"] == kind}
+    found = (file["step"], *file["numbers"])
+    wrong = [f"the state's file is not a multiple of the pattern: {file['uneven']}"] if file["uneven"] else []
+    if found not in possible:
+        wrong.append(f"the state's file has {found}; last {kind}: {max(possible, default=None)}")
+    return wrong
 
 
 def _generations(outcome: Outcome) -> list[str]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.chaos.rank FOLDER RECOVER FRAMEWORK
 
-The folder's file "armed" names the next death, "stop" says that the training is done. Records are lines of JSON in
-"log-MEMBER"; without a launcher in "log-PROCESS".
+The folder's file "armed" names the next death, "stop" says that the training is done, "state" has the last commit.
+Records are lines of JSON in "log-MEMBER"; without a launcher in "log-PROCESS".
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from typing import Any
 import numpy as np
 
 import collectives as hvd
-from benchmarks.chaos.deaths import BUILDING
+from benchmarks.chaos.deaths import BUILDING, SAVE_TO
 from benchmarks.chaos.frameworks import FRAMEWORKS, PATTERNS, Model
 from benchmarks.chaos.training import COMMIT_EVERY, FUSED, NUMPY, SIZES, after, share, total
 from collectives import elastic
 from collectives.elastic import retry
+from collectives.elastic.state_file import StateFile
 from collectives.worlds import generations
 from collectives.worlds.elastic_jobs import Job
 
-ARMED, STOP = "armed", "stop"
+ARMED, STOP, FILE = "armed", "stop", "state"
 PROCESS, IS_NEWCOMER = "COLLECTIVES_TEST_CHAOS_PROCESS", "COLLECTIVES_TEST_CHAOS_NEWCOMER"
 """Variables of processes that no launcher starts: their numbers, and whether others have begun the job."""
 _AT_FIRST = 0.005
@@ -171,6 +172,10 @@ class Recorded(elastic.ObjectState):
         super().save()
         self._log("saved", step=self.step, **self.content())
 
+    def _write_file(self) -> None:
+        with self._fuse.during(SAVE_TO):
+            super()._write_file()
+
     def sync(self) -> None:
         begun = time.time()
         job = generations.job()
@@ -205,13 +210,22 @@ class State(Recorded):
         super().__init__(step=0, **arrays)
 
     def content(self) -> dict[str, Any]:
-        numbers = {part: int(getattr(self, part)[0]) for part in SIZES}
-        uneven = [
-            part
-            for part, number in numbers.items()
-            if not np.array_equal(getattr(self, part), number * _PATTERNS[part])
-        ]
-        return {"numbers": [*numbers.values()], "uneven": uneven}
+        return _content(self)
+
+
+def _content(state: elastic.ObjectState) -> dict[str, Any]:
+    arrays: dict[str, Array] = {part: getattr(state, part) for part in SIZES}
+    numbers = {part: int(array[0]) for part, array in arrays.items()}
+    uneven = [part for part, number in numbers.items() if not np.array_equal(arrays[part], number * _PATTERNS[part])]
+    return {"numbers": [*numbers.values()], "uneven": uneven}
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """What the state's file has. InvalidArgumentError: it cannot be loaded."""
+    arrays: dict[str, Any] = {part: np.zeros(count) for part, count in SIZES.items()}
+    state: Any = elastic.ObjectState(step=0, **arrays)
+    StateFile(folder / FILE, every=1).load(state._shadow)
+    return {"step": state.step, **_content(state)}
 
 
 def state_of(model: Model) -> Any:
@@ -357,6 +371,7 @@ def main() -> None:
         model = None if framework == NUMPY else FRAMEWORKS[framework]()
         state = State() if model is None else state_of(model)
     state.watch(log, fuse)
+    state.save_to(folder / FILE)
     if model is not None and job.came_late:
         model.step(state, 0.0, 0.0)  # compiles it
     step: Any = None

@@ -46,6 +46,7 @@ def run(plan: Plan, hosts: Hosts | None = None) -> Outcome:
                     job.strike(number, death)
                 job.end()
                 job.outcome.problems += [f"left behind: {left}" for left in job.leftovers(shared)]
+                job.read_file()
             except Hang as hang:
                 job.outcome.problems.append(str(hang))
                 job.show_stacks()

@@ -111,7 +111,7 @@ class State:
         self.save()
         self._commits += 1
         self._version += 1
-        with runtime.world().ahead_of(_UPDATES):
+        with runtime.world().refusing(_UPDATES):  # not where this rank ends, as by an interrupt: the others go on then
             self._write_file()
         generations.committed()
         self.check_host_updates()

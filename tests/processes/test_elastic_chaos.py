@@ -33,6 +33,13 @@ def test_retried_steps_are_not_lost() -> None:
     assert outcome.code == 0 and len({tuple(record["by"]) for record in steps}) > 1
 
 
+@pytest.mark.parametrize("row", ["kill", "exception"])
+def test_a_death_while_the_states_file_is_written(row: str) -> None:
+    outcome = run(Plan(0, 0, largest=3, tcp=False, deaths=(Death(row, "save_to", rank=0.0, delay=0.5),)))
+    assert not judge.problems(outcome), outcome.output
+    assert outcome.code == 0 and outcome.file is not None
+
+
 def test_the_owner_of_a_job_without_launcher_dies() -> None:
     deaths = (Death("kill", "blocking", rank=0.0, delay=0.5), Death("exception", "commit", rank=0.0, delay=0.5))
     outcome = run(Plan(0, 0, largest=4, tcp=False, deaths=deaths, by_hand=True))

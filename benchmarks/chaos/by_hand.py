@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -116,11 +117,21 @@ class ByHand(Job):
         if strike.death.row != "long stop":
             super().wake(strike)
             return
-        self.until(lambda: self.settled(victim, since=strike.time), f"the others go on without member {victim}")
+        self.until(
+            lambda: self.settled(victim, since=strike.time) or self._keeps_newcomers_away(victim),
+            f"the others go on without member {victim}, or say that it keeps newcomers away",
+        )
         for process in self.processes(victim):
             # In memory that is shared it may go on with an operation that the others have left: see docs/elastic.md.
-            os.kill(process, signal.SIGCONT if self.plan.tcp else signal.SIGKILL)
+            wakes = self.plan.tcp and self.settled(victim, since=strike.time)
+            os.kill(process, signal.SIGCONT if wakes else signal.SIGKILL)
         self.until(lambda: self.gone(victim), f"member {victim}, which was declared dead, ends")
+
+    def _keeps_newcomers_away(self, victim: int) -> bool:
+        """Whether the others, of whom another one has died, wait for a newcomer, which a stopped member that listens
+        where the members meet keeps from them; and say what to do."""
+        waits = rf"has waited .* for members (.*, )?{victim}\b.*newcomers cannot reach.*is stopped, kill it"
+        return bool(re.search(waits, (self.folder / "output").read_text(errors="replace")))
 
     def end(self) -> None:
         self.until(self._complete, "all processes are ranks")

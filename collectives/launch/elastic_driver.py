@@ -370,7 +370,7 @@ class Driver:
         return (
             f"members {', '.join(absent)}: {waiting} of the {len(self.ranks)} members of generation {self.generation} "
             "are no majority, and the others may be continuing without them (half of the members and a newcomer "
-            "suffice; set COLLECTIVES_QUORUM=any to continue without a majority)"
+            f"suffice; set COLLECTIVES_QUORUM=any to continue without a majority){self.hosts.astray}"
         )
 
     def _wait(self, missing: Sequence[Member], size: int, now: float, lacking: str = "") -> None:
@@ -387,7 +387,7 @@ class Driver:
         else:
             lacking = ranks_in_words(self.rules.smallest - size, "more ")
             new = [member for member in self.members.values() if member.state in (State.STARTED, State.ALONE)]
-            lacking += f" ({numbered(new)} starting)" if new else f" ({self.hosts.NO_ROOM})"
+            lacking += f" ({numbered(new)} starting)" if new else f" ({self.hosts.NO_ROOM}){self.hosts.astray}"
         places = len(list(self.hosts.places(now)))
         if self.rules.fixed and self.rules.cooldown is None and places < self.rules.smallest:
             self._give_up(

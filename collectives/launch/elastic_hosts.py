@@ -21,6 +21,8 @@ class HostTable:
 
     NO_ROOM, TIMEOUT = "no host has room", "--elastic-timeout"
     """For messages: why no more members come, and the setting that bounds the wait for them."""
+    astray = ""
+    """For messages: why newcomers cannot reach the job; empty: they can."""
 
     def __init__(self, cooldown: tuple[float, float] | None, random: Callable[[], float]) -> None:
         self.slots: dict[str, int] = {}

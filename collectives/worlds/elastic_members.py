@@ -393,11 +393,16 @@ class MemberJob(Job):
         where = f"tcp://{network.joined(*self._announced)}"
         logger.warning("elastic job: member %d now serves the store, at %s [E28]", self.member, where)
         if not self._listens_at_rendezvous():
-            logger.warning(
-                "elastic job: to add members, start them with COLLECTIVES_RENDEZVOUS=%s, or start rank 0 again [E29]",
-                where,
+            astray = (
+                f"newcomers cannot reach the job at tcp://{network.joined(*self._rendezvous)}: start them with "
+                f"COLLECTIVES_RENDEZVOUS={where}, or start rank 0 again. If the process that served the store there "
+                "is stopped, kill it: it holds the port"
             )
-            threading.Thread(target=self._send_here, name="collectives-moved", daemon=True).start()
+            logger.warning("elastic job: %s [E29]", astray)
+            owner.say_astray(astray)
+            threading.Thread(
+                target=self._send_here, args=(owner, astray), name="collectives-moved", daemon=True
+            ).start()
         self._owner = owner
         self._meet_at(*self._announced)
 
@@ -411,17 +416,21 @@ class MemberJob(Job):
             return False
         return True
 
-    def _send_here(self) -> None:
+    def _send_here(self, owner: Owner, astray: str) -> None:
         """Tell rank 0, whenever it is started again and serves a store where the members met, where the job goes on;
         until this process can listen there itself, once a stopped owner of this host has ended."""
         with suppress(RuntimeError):  # the interpreter ends
             while not self._listens_at_rendezvous():
                 store = self._store_at(*self._rendezvous)
-                with suppress(OSError, CollectivesError):
+                try:
                     store.connect(self._lease)
                     store.set("elastic/moved/to", json.dumps(self._announced).encode())
+                    owner.say_astray("")
+                except (OSError, CollectivesError):
+                    owner.say_astray(astray)
                 store.close()
                 time.sleep(_SENT_EVERY)
+            owner.say_astray("")
 
     def _follow(self, store: Store, error: TransportError) -> None:
         """Wait until the thread that beats has turned to another owner, or for a while, if this one lives; raises if

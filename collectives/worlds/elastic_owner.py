@@ -105,6 +105,10 @@ class Owner:
         for member, why in dead.items():
             self._lose(member, why, now)
 
+    def say_astray(self, why: str) -> None:
+        """Say, where members wait, why newcomers do not find this store; empty: they do."""
+        self._driver.hosts.astray = f"; {why}" if why else ""
+
     def run(self) -> None:
         """Decide, for ever; if that fails, the store is not served any more, and a successor decides."""
         try:

@@ -48,6 +48,13 @@ def test_the_owner_of_a_job_without_launcher_dies() -> None:
     assert "now serves the store" in outcome.output
 
 
+def test_half_of_the_members_go_on_once_the_stopped_owner_is_killed() -> None:
+    deaths = (Death("long stop", "forming", rank=0.0, delay=0.3, trigger=0.9),)
+    outcome = run(Plan(0, 0, largest=4, tcp=True, deaths=deaths, by_hand=True))
+    assert not judge.problems(outcome), outcome.output
+    assert outcome.code == 0 and "is stopped, kill it" in outcome.output
+
+
 @pytest.mark.parametrize("retry", [False, True])
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 def test_gradients_of_a_frameworks_optimizer(retry: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -150,6 +151,33 @@ def test_newcomers_find_the_job_once_a_stopped_owner_is_gone(tmp_path: Path) -> 
         number = newcomer.prints(r"generation 3 of 1 2 (\d+) here \1").group(1)
         job.form(3, (1, 2, number), ranks[1:])
         job.finish([*ranks[1:], newcomer])
+
+
+def test_half_of_the_members_name_the_stopped_owner_that_keeps_newcomers_away(tmp_path: Path) -> None:
+    with processes(tmp_path, COLLECTIVES_PEER_TIMEOUT=2, COLLECTIVES_ELASTIC_TIMEOUT=6) as job:
+        ranks = job.first(4)
+        ranks[0].signal(signal.SIGSTOP)
+        ranks[3].signal(signal.SIGKILL)
+        newcomer = job.start()
+        reason = f"newcomers cannot reach the job at tcp://127.0.0.1:{job.port}: .* is stopped, kill it"
+        for rank in ranks[1:3]:
+            assert re.search(
+                f"RankFailedError: .* 2 of the 4 members of generation 1 are no majority.*{reason}", rank.ends(1)
+            )
+        assert "the process that listens there is stopped" in newcomer.ends(1)
+
+
+def test_half_of_the_members_go_on_with_a_newcomer_once_a_stopped_owner_has_ended(tmp_path: Path) -> None:
+    with processes(tmp_path, COLLECTIVES_PEER_TIMEOUT=2) as job:
+        ranks = job.first(4)
+        ranks[0].signal(signal.SIGSTOP)
+        ranks[3].signal(signal.SIGKILL)
+        newcomer = job.start()
+        ranks[1].prints("newcomers cannot reach the job at")
+        ranks[0].signal(signal.SIGKILL)
+        number = newcomer.prints(r"generation 2 of 1 2 (\d+) here \1").group(1)
+        job.form(2, (1, 2, number), ranks[1:3])
+        job.finish([*ranks[1:3], newcomer])
 
 
 def test_one_of_two_does_not_go_on_alone(tmp_path: Path) -> None:

@@ -104,6 +104,10 @@ class Meeting:
                 ) from None
         except ConnectionRefusedError:
             self._why[port] = "no process listens there"
+        except TimeoutError as error:
+            self._why[port] = (
+                f"{str(error) or 'no answer'}: the host is unreachable, or the process that listens there is stopped"
+            )
         except OSError as error:
             self._why[port] = str(error) or "no answer"
         else:

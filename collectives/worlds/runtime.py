@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,6 @@ def init(
         path = os.environ.get(status.VARIABLE, "" if several or asked.explicit else "0")
         if path != "0" and (default.status is None or not default.status.is_alive()):
             default.status = status.start(path, _present, asked)
-        goes_on = default.job is not None and default.job.generation > 0
         config = Config.from_environment()
         logging.configure(config.log_level)
         default.joining = True
@@ -119,7 +119,7 @@ def init(
             default.joining = False
         logging.place(world.rank)
         summary.log(world)
-    if world.config.timeline and not goes_on and not _is_newcomer():
+    if world.config.timeline and (default.job is None or default.job.generation == 1):
         world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles)
     if sets:
         with interrupts.deferred():
@@ -172,11 +172,18 @@ def _is_newcomer() -> bool:
 
 
 def _world_of_job(job: elastic_jobs.Job, config: Config) -> World:
-    """The world that this member of an elastic job begins with: of the first generation; or of itself, while others
-    have one; or, after a `shutdown`, of the next."""
+    """The world that this member of an elastic job begins with: of the first generation, or a later one, if ranks have
+    died meanwhile; or of itself, while others have one; or, after a `shutdown`, of the next."""
+    began = time.monotonic()
     if job.generation:
-        return succession.begin_again(default, job, config)
-    return job.join(config) or World(thread_groups.connect(1)[0], config)
+        why = "init() was called again"
+        world: World | None = job.next(why, config)
+    else:
+        why = "this process has joined"
+        world = job.join(config)
+    if world is None:
+        return World(thread_groups.connect(1)[0], config)
+    return world if job.generation == 1 else succession.begin_by_init(default, world, job, began, why)
 
 
 def shutdown() -> None:

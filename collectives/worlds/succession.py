@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -59,11 +58,11 @@ def begin(
             world = job.next(why, Config.from_environment(), alone=record is not None)
 
 
-def begin_again(default: DefaultWorld, job: Job, config: Config) -> World:
-    """The next generation's world, as the default one, for an `init` after a `shutdown`; raises as `Job.next`."""
-    began, why = time.monotonic(), "init() was called again"
+def begin_by_init(default: DefaultWorld, world: World, job: Job, began: float, why: str) -> World:
+    """Begin a later generation than the first in `init`, with those who have been in the one before. Returns its world,
+    or the next one's; raises as `Job.next`."""
     try:
-        begin(default, job.next(why, config), job, began, why)
+        begin(default, world, job, began, why)
     except BaseException:
         default.forget()
         raise

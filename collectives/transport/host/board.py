@@ -242,7 +242,7 @@ class Board:
         return tuple(self._words[peer][at : at + PIECE_WORDS])
 
     def process_of(self, peer: int) -> int:
-        return self._processes[peer]
+        return self._processes[peer] if self._processes else os.getpid()
 
     def mark(self, state: int, text: str = "", broken: int = 0) -> None:
         """Announce this rank's state and the reason; ``broken`` is the call that it failed in. A rank that has failed

@@ -20,7 +20,7 @@ def register_algorithm(
 ) -> None:
     """Add your own algorithm. Choose it with ``algorithm=name`` or ``COLLECTIVES_ALGORITHM``.
 
-    A proof precedes the registration, for every number of ranks in ``sizes``: each contribution arrives exactly once,
+    It is proved before it is added, for every number of ranks in ``sizes``: each contribution arrives exactly once,
     every send meets its receive, all ranks of an all-reduce get the same bits, and accesses to shared memory have no
     races. Every rank registers the same algorithm, before or after ``init()``. If the algorithms differ, the first
     call raises an error on all ranks. Registering the same algorithm again has no effect.

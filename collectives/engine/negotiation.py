@@ -100,7 +100,7 @@ _APART = (
     "A rank that skipped one, for example by catching an exception, stays out of step until every rank calls "
     "shutdown() and init()."
 )
-_UNNAMED = f"Operations without a name are matched by the order of calls; pass name= to match them by name. {_APART}"
+_UNNAMED = "Operations without a name are matched by the order of calls; pass name= to match them by name."
 
 
 def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int] | None = None) -> MismatchError:
@@ -130,6 +130,7 @@ def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int]
         + "\n".join(lines)
         + "\nEvery rank must make the same call with the same arguments."
         + ("" if all(request.name for request in by_rank.values()) else f" {_UNNAMED}")
+        + (f" {_APART}" if "collective" in differing and not tensors else "")
     )
     error.consequence = any(request.collective == "invalid" for request in by_rank.values())  # which has an own error
     return error

@@ -62,9 +62,12 @@ class Record:
         return f"collectivesrun: rank {self.rank} on {self.host} {how}" + (f":\n{shown}" if shown else "")
 
     def how_explained(self) -> str:
-        """A line that names the command which explains this failure; empty if no message of this package ended it."""
+        """A line that names the command which explains or cures this failure; empty if no message of this package ended
+        it."""
         whole = str(self)
         head, _, shown = whole.partition(":\n")
+        if shown.endswith("ModuleNotFoundError: No module named 'horovod'"):
+            return "To run a Horovod script unchanged: collectivesrun --as-horovod"
         if self.lost:
             return how_explained(whole)
         killed = self.code > 128 and _TRACEBACK not in shown

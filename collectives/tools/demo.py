@@ -49,7 +49,8 @@ def main(
     missing = ["plots (needs matplotlib)"] * (not plots) + ["training (needs scikit-learn's digits)"] * (not digits)
     if missing:
         print(
-            f"collectives demo: no {' and no '.join(missing)}: pip install 'pycollectives[bench]' [U8]", file=sys.stderr
+            f"collectives demo: no {' and no '.join(missing)}: pip install matplotlib scikit-learn [U8]",
+            file=sys.stderr,
         )
     return int(not digits)
 

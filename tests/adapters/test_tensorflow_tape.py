@@ -344,7 +344,7 @@ def test_gradients_without_a_tape(hvd: Any) -> None:
     assert found[2] is None
     with pytest.raises(InvalidArgumentError, match="expected one gradient for each of"):
         reduction.reduce([tf.constant(1.0)], variables)
-    with pytest.raises(MismatchError if rank else InvalidTypeError, match="expected a"):  # one refuses, all hear of it
+    with pytest.raises(MismatchError if rank else InvalidTypeError, match="expected"):  # one refuses, all hear of it
         reduction.reduce([tf.zeros([3, 2]) if rank else "no gradient"], variables[:1])
     with pytest.raises(InvalidTypeError, match="pass one of these"):
         reduction.reduce([tf.ragged.constant([[1.0], [2.0, 3.0]])], variables[:1])

@@ -165,7 +165,16 @@ def test_names_of_the_first_step_never_meet_those_of_the_second() -> None:
 
 def test_an_unnamed_mismatch_says_what_to_do() -> None:
     def program(world: World) -> None:
-        with pytest.raises(MismatchError, match=r"order of calls; pass name=.*shutdown\(\) and init\(\)"):
+        with pytest.raises(MismatchError, match="order of calls; pass name=") as raised:
             world.allreduce(np.ones(2 + world.rank))
+        assert "shutdown()" not in str(raised.value)  # the next call works
+
+    run(2, program)
+
+
+def test_unnamed_calls_of_different_kinds_say_how_a_rank_gets_into_step_again() -> None:
+    def program(world: World) -> None:
+        with pytest.raises(MismatchError, match=r"order of calls; pass name=.*shutdown\(\) and init\(\)"):
+            world.barrier() if world.rank else world.allreduce(np.ones(2))
 
     run(2, program)

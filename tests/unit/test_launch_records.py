@@ -158,6 +158,11 @@ def test_a_failure_names_the_command_that_explains_it(
     assert Record(0, code, text, NOW, "h", **more).how_explained() == line
 
 
+def test_a_script_that_lacks_horovod_is_told_how_to_run_unchanged() -> None:
+    text = "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'horovod'\n"
+    assert "--as-horovod" in Record(0, 1, text, NOW, "h").how_explained()
+
+
 RANK_1_LEFT = dict(text=TRACE.format("rank 1 has shut down or ended while this rank waits for it"), consequence=True)
 
 

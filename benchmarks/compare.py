@@ -190,7 +190,9 @@ def _ratio(record: dict[str, Any]) -> float:
 
 def counted(compared: list[Compared]) -> list[str]:
     """For each peer and class of sizes: in how many cases ours took less time, as long, and more."""
-    rows = table_rows(["cases: faster, as fast, slower than", "to 16 KiB", "to 1 MiB", "above"])
+    rows = table_rows(
+        ["number of cases in which we are faster, about equal, slower", "up to 16 KiB", "up to 1 MiB", "larger"]
+    )
     for peer in dict.fromkeys(each.peer for each in compared):
         cells = []
         for above, largest in ((0, 16 << 10), (16 << 10, 1 << 20), (1 << 20, 1 << 40)):
@@ -209,7 +211,7 @@ def counted(compared: list[Compared]) -> list[str]:
 def losses(compared: list[Compared]) -> list[str]:
     """A row for each collective, number of ranks and memory: at which sizes a peer is faster, and how much at most."""
     peers = list(dict.fromkeys(each.peer for each in compared if _lost(each.shares)))
-    rows = table_rows(["slower than", *peers])
+    rows = table_rows(["sizes at which we are slower than", *peers])
     places = dict.fromkeys((each.collective, each.ranks, each.memory) for each in compared)
     for collective, ranks, memory in places:
         cells = {
@@ -255,12 +257,12 @@ The figures are from one run of `python -m benchmarks.compare` on {when}: {machi
 In each process, collectives and the peer take turns call by call, as `benchmarks/README.md` describes.
 
 - Each table shows our median time in microseconds for mapped tensors: from `collectives.empty`, or earlier results.
-- Every other column is a ratio: the median of that contestant's time divided by ours in the same round. **Above 1, ours
-  is faster.**
+- Every other column is a ratio: that library's time divided by ours in the same round (the median of all rounds).
+  **Above 1, we are faster.**
 - "ours, private" is our own time for ordinary NumPy arrays.
-- Each call directly follows a call of another contestant, so the caches are cold, which costs small tensors more than
-  the call itself. "small all-reduces back to back" has their times in a loop;
-  [How fast](speed.md#one-call-several-figures) compares the figures.
+- Each call directly follows a call of another library, so the caches are cold. For small tensors, cold caches cost more
+  than the call itself. "small all-reduces back to back" has their times in a loop; [How
+  fast](speed.md#one-call-several-figures) compares the figures.
 - If there are more ranks than cores, the ranks take turns on the cores.
 
 {versions}

@@ -109,7 +109,7 @@ def test_a_rank_is_killed_a_node_comes_and_goes(tmp_path: Path) -> None:
         assert len({(steps, total) for steps, total, _ in results}) == 1
         assert results[0][2] == heard == sizes()
 
-        with pytest.raises(InvalidArgumentError, match=r"run\(\) and execute\(\) alone"):
+        with pytest.raises(InvalidArgumentError, match=r"only run\(\) and execute\(\)"):
             executor.run_remote(fail)
     finally:
         ray.shutdown()
@@ -138,9 +138,9 @@ def test_nodes_on_one_machine_bring_each_logged_value_once_and_in_order(
 def test_mistakes_are_said() -> None:
     with pytest.raises(InvalidArgumentError, match="expected 1 <= min_num_proc <= max_num_proc, got 4 and 2"):
         ElasticRayExecutor.create_settings(min_num_proc=4, max_num_proc=2)
-    with pytest.raises(InvalidArgumentError, match="expected also use_gpu=True"):
+    with pytest.raises(InvalidArgumentError, match="needs use_gpu=True"):
         ElasticRayExecutor(gpus_per_slot=1)
-    with pytest.raises(InvalidArgumentError, match="expected also min_workers"):
+    with pytest.raises(InvalidArgumentError, match="needs min_workers"):
         RayExecutor(max_workers=2)
     with pytest.raises(InvalidArgumentError, match="got both"):
         RayExecutor(min_workers=1, num_workers=2)

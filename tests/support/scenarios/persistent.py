@@ -286,7 +286,7 @@ def misuse(world: World) -> None:
     with pytest.raises(InvalidArgumentError, match="in flight and cannot be freed"):
         operation.free()
     for call in (operation.start, operation):
-        with pytest.raises(InvalidArgumentError, match="in flight already"):
+        with pytest.raises(InvalidArgumentError, match="already in flight"):
             call()
     assert operation.wait() is tensor
     operation.free()

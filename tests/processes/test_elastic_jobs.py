@@ -186,7 +186,10 @@ def test_too_many_resets(tmp_path: Path) -> None:
     job = run(tmp_path, {1: "raise 1", 2: "kill 2"}, *options, expect=137)
     assert job.generations == [[0, 1, 2], [0, 2]]
     assert "number of resets during elastic job exceeded limit: 1" in job.output
-    assert job.output.rstrip().endswith(f"rank 2 on {os.uname().nodename} was killed by signal 9 (SIGKILL) [L8]")
+    assert job.output.rstrip().endswith(
+        f"rank 2 on {os.uname().nodename} was killed by signal 9 (SIGKILL) [L8]\n"
+        "For cause and cure: collectives explain L8"
+    )
 
 
 def test_a_member_that_leaves_is_no_success(tmp_path: Path) -> None:

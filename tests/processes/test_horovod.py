@@ -246,7 +246,7 @@ def test_a_function_returns_by_rank(tmp_path: Path) -> None:
     [
         ("openmpi", "if hvd.rank() == 1: raise ValueError('no data')", ["rank 1 on", "in function", "ValueError: no"]),
         ("mpich", "if hvd.rank() == 1: sys.exit(3)", ["run: rank 1 on", "SystemExit: 3"]),
-        ("mpich", "os._exit(0)", ["run: rank 0 ended without returning"]),
+        ("mpich", "os._exit(0)", ["run: rank 0 ended without a result"]),
         ("mpich", "return __import__('threading').Lock()", ["run: rank", "TypeError", "pickle"]),
     ],
 )

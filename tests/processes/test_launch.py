@@ -58,7 +58,11 @@ def collectivesrun(mpi: str, folder: Path, program: str, *options: str, n: int =
     [
         ("def deep():\n    raise ValueError('no good')\ndeep()", 1, "ValueError: no good"),
         ("print('out of data', file=sys.stderr)\nsys.exit(3)", 3, "out of data"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 on {host} was killed by signal 9 (SIGKILL) [L8]"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "rank 1 on {host} was killed by signal 9 (SIGKILL) [L8]\nFor cause and cure: collectives explain L8",
+        ),
     ],
 )
 def test_a_failure_ends_the_job_and_is_shown_last(mpi: str, failure: str, code: int, last: str, tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ def all_end(processes: Sequence[psutil.Process]) -> bool:
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
             137,
-            f"rank 1 on {os.uname().nodename} was killed by signal 9 (SIGKILL) [L8]",
+            f"rank 1 on {os.uname().nodename} was killed by signal 9 (SIGKILL) [L8]\n"
+            "For cause and cure: collectives explain L8",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from collectives.transport import backoff
 from collectives.transport.mpi import mpi_heart
 from collectives.transport.mpi.mpi_heart import MpiHeart
 from collectives.transport.tcp import tcp_channel
-from collectives.transport.tcp.heart import Heart
+from collectives.transport.tcp.heart import _HEAD, Heart
 from collectives.transport.tcp.mesh import Mesh
 from collectives.transport.tcp.notices import Notice
 from collectives.transport.tcp.tcp_channel import TcpChannel
@@ -288,3 +288,12 @@ def test_notices_of_groups_that_are_not_made_yet_are_bounded(ranks: Callable[...
         one.notices(f"all.{number}", range(2)).tell(Notice.HERE, "1")
     assert soon(lambda: mine.died)
     assert "has sent an invalid message" in mine.died[1] and len(zero._early) == 256
+
+
+def test_a_notice_that_claims_to_be_too_long_is_not_awaited(ranks: Callable[..., list[Heart]]) -> None:
+    """As where something on the way has changed its length: the beats that follow would be taken for the rest of it."""
+    zero, one = ranks(LONG, LONG)
+    mine = zero.notices("all", range(2))
+    one._peers[0].send(_HEAD.pack(1 << 20, Notice.HERE))
+    assert soon(lambda: mine.died)
+    assert "has sent an invalid message (kind 4, 1048576 bytes)" in mine.died[1]

@@ -281,6 +281,8 @@ class Heart:
         inbox = peer.inbox
         while len(inbox) >= _HEAD.size:
             length, kind = _HEAD.unpack_from(inbox)
+            if kind != VALUE and length > _NAME_BYTES + 1 + _TEXT_BYTES:
+                raise ValueError(f"kind {kind}, {length} bytes")  # now: beats would fill them up, and be signs of life
             end = _HEAD.size + length
             if len(inbox) < end + SEAL_BYTES:
                 return

@@ -31,6 +31,8 @@ from collectives.worlds import runtime
 Result = TypeVar("Result")
 _KEY_BYTES = 32
 _FREE_WITHIN = 60.0
+_RAISED_WITHIN = 1.0
+"""Seconds within which Python raises such an error in a thread that runs; it takes a few instructions."""
 _one_call: Lock = threading.RLock()
 """Held while this process is a rank: its place is in its environment, and a call that was given up may still run."""
 _rank_thread = 0
@@ -164,10 +166,12 @@ def _be_out_of_reach() -> None:
             # Takes the place of an error that has not come yet. Taking that back, by a null pointer, has Python 3.11
             # look for it forever: the next function that is traced does not return.
             _raise_in(_rank_thread)
-            while True:
+            end = time.monotonic() + _RAISED_WITHIN
+            while time.monotonic() < end:
                 pass
         except RankFailedError:
-            _rank_thread = 0
+            pass
+        _rank_thread = 0
 
 
 def _restore(variables: Mapping[str, str | None]) -> None:

@@ -114,8 +114,9 @@ class TcpChannel:
             self.lost(peer)
 
     def _silent(self) -> str:
-        names = ", ".join(str(self.names[peer]) for peer in sorted(self._notices.silent()))
-        return f"rank {names} to send its value in the group of ranks {list(self.names)}"
+        silent = [str(self.names[peer]) for peer in sorted(self._notices.silent())]
+        who = f"rank {silent[0]} to send its" if len(silent) == 1 else f"ranks {', '.join(silent)} to send their"
+        return f"{who} value in the group of ranks {list(self.names)}"
 
     def until(
         self,

@@ -94,6 +94,18 @@ def test_every_link_leads_to_a_place_in_the_site() -> None:
     assert not dead
 
 
+def test_links_name_pages_by_their_titles() -> None:
+    link = re.compile(r"<a [^>]*>(?:<code>)?[\w/-]+\.md(?:</code>)?</a>")
+    assert [(path.relative_to(SITE), found) for path in pages() for found in link.findall(path.read_text())] == []
+
+
+def test_the_first_page_has_the_words_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    shown = re.sub(r"<[^>]*>", "", (SITE / "index.html").read_text())
+    claim = re.search(r"\*\*(Collective communication [^*]*)\*\*", readme)
+    assert claim and " ".join(claim[1].split()) in " ".join(shown.split())
+
+
 def test_the_reference_has_every_function_and_class() -> None:
     places = pages()[SITE / "reference" / "collectives.html"].places
     callables = [name for name in collectives.__all__ if callable(getattr(collectives, name))]
